@@ -107,6 +107,7 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
         refusals.GRAPHED_RECOMPUTATION,
     ),
     (lambda question: question.request.graphs and question.value_of("fp8"), refusals.GRAPHED_FP8),
+    (lambda question: question.request.graphs and question.value_of("fp4"), refusals.GRAPHED_FP4),
     (lambda question: question.leaves_experts_out, refusals.EXPERT_MODULES),
     (lambda question: question.leaves_experts_out, refusals.GRAPHED_EXPERTS),
     (lambda question: question.is_ours and not question.may_be_captured, refusals.WHOLE_STEP),

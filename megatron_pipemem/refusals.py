@@ -174,7 +174,6 @@ _NOT_PROVED = "it is not proved in graphs"
 GRAPHED = Refusals(
     " with a CUDA graph per pass",
     {
-        "fp4": _NOT_PROVED,
         "qk_clip": _NOT_REPLAYED,
         "log_max_attention_logit": _NOT_REPLAYED,
         "enable_autocast": _NOT_REPLAYED,
@@ -222,6 +221,20 @@ GRAPHED_FP8 = Refusals(
     },
     _NO_GRAPHS.replace("; pass", ", or pass"),
     only={"fp8_recipe": lambda recipe: recipe not in _PROVED_RECIPES},
+)
+GRAPHED_FP4 = Refusals(
+    " with fp4 and a CUDA graph per pass",
+    {
+        "fp4_recipe": f"{_NOT_PROVED}; pass --fp4-recipe nvfp4",
+        "fp4_param": _NOT_PROVED,
+        "tensor_model_parallel_size": f"{_NOT_PROVED}; pass --tensor-model-parallel-size 1",
+        "recompute_granularity": _NOT_PROVED,
+    },
+    _NO_GRAPHS.replace("; pass", ", or pass"),
+    only={
+        "fp4_recipe": lambda recipe: recipe not in (None, "nvfp4"),
+        "recompute_granularity": bool,
+    },
 )
 _ON_HOST = "the host reads a number of tokens before it puts them in order"
 _PROVED_BACKENDS = ("deepep", "hybridep")

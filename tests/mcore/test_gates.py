@@ -29,9 +29,10 @@ V = Placement.v_shape(4)
 QUESTIONS = {
     "SCHEDULES": (Request("1f1b"), Request("stock"), {"use_megatron_fsdp": True}),
     "UNCAPTURED": (Request("v-half"), Request("1f1b"), GRAPHS),
-    "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"fp4": "e2m1"}),
+    "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"qk_clip": True}),
     "GRAPHED_MODULES": (Request("zb-h1", graphs=True), Request("zb-h1"), SELECTIVE | {"recompute_modules": ["moe"]}),
     "GRAPHED_FP8": (Request("v-half", graphs=True), Request("v-half"), LATE_SCALES),
+    "GRAPHED_FP4": (Request("v-half", graphs=True), Request("v-half"), {"fp4": "e2m1", "fp4_param": True}),
     "GRAPHED_RECOMPUTATION": (
         Request("v-half", graphs=True),
         Request("v-half"),
@@ -147,6 +148,7 @@ BESIDE = {
     "GRAPHED_MODULES": SELECTIVE,
     "GRAPHED_EXPERTS": EXPERTS,
     "GRAPHED_FP8": LATE_SCALES,
+    "GRAPHED_FP4": {"fp4": "e2m1"},
     "GRAPHED_RECOMPUTATION": {"recompute_granularity": "full"},
     "WHOLE_STEP": {"cuda_graph_impl": "full_iteration"},
     "ROLLED_BACK": {"clip_grad": 1.0},

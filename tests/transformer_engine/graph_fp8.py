@@ -1,4 +1,4 @@
-"""Program of a process that has Transformer Engine on its path: steps of layers in 8 bits, a CUDA graph per pass.
+"""Program of a process that has Transformer Engine on its path: steps of layers in 8 or 4 bits, a CUDA graph per pass.
 
 It prints, for the models in its arguments and with ``faults`` for every planted fault, how many results of replayed steps
 differ from those of the same steps without graphs. Weights change after every step, and an evaluation runs between two.
@@ -58,7 +58,12 @@ graph_experts.SEQUENCE = SEQUENCE = 32  # a block of MXFP8
 REST = {"share_embeddings_and_output_weights": False, "position_embedding_type": "rope"}
 STEPS = 5
 RATE = 0.5
-RECIPES = {"tensorwise": "hybrid", "mxfp8": "e4m3", "none": None}
+RECIPES = {
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {"fp4": "e2m1"},
+    "none": {},
+}
 IN_8_BITS = {"fp8_param": True, "disable_parameter_transpose_cache": True, "gradient_accumulation_fusion": True}
 DEPTHS = {"mtp_num_layers": 2}
 REPEATED = DEPTHS | {"mtp_use_repeated_layer": True}
@@ -89,6 +94,11 @@ MODELS |= {
     "zb-h1, none, repeated depth": ("zb-h1", "none", EXPERTS | REPEATED),
     "v-half, mxfp8, repeated depth in 8 bits": ("v-half", "mxfp8", EXPERTS | IN_8_BITS | REPEATED),
 }
+MODELS |= {
+    "1f1b, nvfp4, two depths": ("1f1b", "nvfp4", DEPTHS),
+    "zb-h1, nvfp4": ("zb-h1", "nvfp4", {}),
+    "v-half, nvfp4, hybridep, two depths": ("v-half", "nvfp4", HYBRID_EP | DEPTHS),
+}
 
 
 class World(graph_experts.World):
@@ -101,10 +111,9 @@ class World(graph_experts.World):
         plain = dict.fromkeys(("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion"), False)
         dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "deallocate_pipeline_outputs": True}
         precision = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-        if RECIPES[recipe] is not None:
-            precision |= {"fp8": RECIPES[recipe], "fp8_recipe": recipe}
+        settings = sizes | plain | dropout | precision | RECIPES[recipe] | settings
         kind = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
-        self.config = kind(**(sizes | plain | dropout | precision | settings), attention_backend=AttnBackend.unfused)
+        self.config = kind(**settings, attention_backend=AttnBackend.unfused)
         self.config.delay_wgrad_compute = schedule != "1f1b"
         self._copies: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.models = [self._stage(stage) for stage in range(self.placement.num_stages)]
@@ -181,10 +190,12 @@ def differing(schedule: str, recipe: str, fault: Callable[[World], Any] = lambda
     count, replays = 0, cuda_graphs.CUDAGraph.counts["replays"]
     try:
         for number in range(STEPS):
-            in_graphs = number > 0  # the first step warms up
+            in_graphs, states = number > 0, graph_experts.random_states()  # the first step warms up
             with fault(graphed) if in_graphs else nullcontext():
-                results = graphed.step(number, in_graphs)
-            pairs = [*zip(plain.step(number, False), results, strict=True)]
+                results = [*graphed.step(number, in_graphs), *graph_experts.random_states().values()]
+            graph_experts.set_random_states(states)
+            plain_results = [*plain.step(number, False), *graph_experts.random_states().values()]
+            pairs = [*zip(plain_results, results, strict=True)]
             for world in (plain, graphed):
                 world.update()
             if number == 2:
@@ -240,12 +251,25 @@ def without_precision(world: World) -> AbstractContextManager:
     return mock.patch.object(experts, "_precision", lambda config: nullcontext)
 
 
-FAULTS: dict[str, tuple[Callable[[World], AbstractContextManager], dict[str, Any]]] = {
-    "copies are not updated": (without_updates, {}),
-    "copies are replaced": (with_other_copies, {}),
-    "weights in 8 bits move": (with_other_bytes, IN_8_BITS),
-    "weights in 8 bits move, unnoticed": (unnoticed(with_other_bytes), IN_8_BITS),
-    "experts compute in 16 bits": (without_precision, EXPERTS),
+def with_repeated_numbers(world: World) -> AbstractContextManager:
+    """Let every replay draw the numbers of the one before, as if its generator were not that of the graph."""
+    replay = cuda_graphs.CUDAGraph.replay
+
+    def replay_again(graph: cuda_graphs.CUDAGraph) -> None:
+        state = torch.get_rng_state()
+        replay(graph)
+        torch.set_rng_state(state)
+
+    return mock.patch.object(cuda_graphs.CUDAGraph, "replay", replay_again)
+
+
+FAULTS: dict[str, tuple[str, Callable[[World], AbstractContextManager], dict[str, Any]]] = {
+    "copies are not updated": ("tensorwise", without_updates, {}),
+    "copies are replaced": ("tensorwise", with_other_copies, {}),
+    "weights in 8 bits move": ("tensorwise", with_other_bytes, IN_8_BITS),
+    "weights in 8 bits move, unnoticed": ("tensorwise", unnoticed(with_other_bytes), IN_8_BITS),
+    "experts compute in 16 bits": ("tensorwise", without_precision, EXPERTS),
+    "gradients are rounded alike": ("nvfp4", with_repeated_numbers, {}),
 }
 
 
@@ -253,15 +277,15 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = True, ""
+    quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = quantization._NVFP4_SUPPORT = True, ""
     graph_experts.follow_random_streams()
     graph_experts.split_linears()
     names = sys.argv[1:]
     shown: dict[str, Any] = {"models": {}, "faults": {}, "losses": {}}
     shown["models"] = {name: differing(*MODELS[name][:2], **MODELS[name][2]) for name in names if name in MODELS}
     if "faults" in names:
-        for name, (fault, settings) in FAULTS.items():
-            shown["faults"][name] = differing("zb-h1", "tensorwise", fault, **settings)
+        for name, (recipe, fault, settings) in FAULTS.items():
+            shown["faults"][name] = differing("zb-h1", recipe, fault, **settings)
         for recipe in RECIPES:
             shown["losses"][recipe] = float(World("zb-h1", recipe).step(0, False)[0].sum())
     json.dump(shown, sys.stdout)

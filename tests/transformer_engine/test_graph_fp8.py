@@ -1,4 +1,4 @@
-"""Replayed steps in 8 bits, with current scaling and MXFP8, equal steps without graphs to the bit; planted faults are found."""
+"""Replayed steps with current scaling, MXFP8 and NVFP4 equal steps without graphs to the bit; planted faults are found."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ NAMES = (
     *("zb-h1, tensorwise, kept copies", "zb-h1, mxfp8, weights in 8 bits, two depths"),
     "v-half, tensorwise, weights in 8 bits, two depths",
     *("v-half, tensorwise, hybridep, two depths", "zb-h1, mxfp8, experts in 8 bits"),
+    "v-half, nvfp4, hybridep, two depths",
 )
 OTHERS = (
     *("v-half, mxfp8, kept copies", "v-half, mxfp8, weights in 8 bits", "v-half, tensorwise, kept copies"),
@@ -23,6 +24,7 @@ OTHERS = (
     *("v-half, mxfp8, weights in 8 bits, two depths", "zb-h1, tensorwise, kept copies, two depths"),
     *("zb-h1, tensorwise, experts", "v-half, tensorwise, experts in 8 bits", "1f1b, mxfp8, hybridep"),
     *("zb-h1, none, repeated depth", "v-half, mxfp8, repeated depth in 8 bits"),
+    *("zb-h1, nvfp4", "1f1b, nvfp4, two depths"),
 )
 
 
@@ -40,11 +42,11 @@ def test_replayed_steps_equal_plain_steps_and_faults_are_found():
     assert shown["models"] == dict.fromkeys(NAMES, 0)
     faults = shown["faults"]
     assert faults.pop("copies are not updated") > 0 < faults.pop("weights in 8 bits move, unnoticed")
-    assert faults.pop("experts compute in 16 bits") > 0
+    assert faults.pop("experts compute in 16 bits") > 0 < faults.pop("gradients are rounded alike")
     assert faults == dict.fromkeys(("copies are replaced", "weights in 8 bits move"), "graph-model")
-    assert len({*shown["losses"].values()}) == 3, "values are not rounded to 8 bits"
+    assert len({*shown["losses"].values()}) == 4, "values are not rounded to 8 or 4 bits"
 
 
-@nightly("five other cases")
+@nightly("six other cases")
 def test_all_recipes_and_schedules():
     assert printed_for(*OTHERS)["models"] == dict.fromkeys(OTHERS, 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from te_stand_in import fp4
 from te_stand_in.formats import TORCH, DType
 
 _FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
@@ -38,7 +39,10 @@ def quantize(tensor, quantizer, output=None, noop=None):
                 elif getattr(output, name) is None:
                     shape, dtype = used[name]
                     setattr(output, name, torch.empty(shape, dtype=dtype))
-        (_write_blocks if _is_in_blocks(quantizer) else _write)(tensor.detach(), quantizer, output)
+        kind = type(quantizer).__name__
+        if kind not in _WRITERS:
+            raise NotImplementedError(f"no {kind} on CPU ranks")
+        _WRITERS[kind](tensor.detach(), quantizer, output)
     return output
 
 
@@ -62,15 +66,10 @@ def fused_multi_row_unpadding(input, output, padded_rows, rows):
 
 def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
     pieces = quantizer.alloc_tensors(shape, device=device)
+    if type(quantizer).__name__ == "NVFP4Quantizer":
+        pieces |= fp4.columns(quantizer, shape)
     form = quantizer.create_metadata(shape, dtype=dtype)
     return form["cls"].__tensor_unflatten__(pieces, form, shape, None)
-
-
-def _is_in_blocks(quantizer: Any) -> bool:
-    kind = type(quantizer).__name__
-    if kind not in ("MXFP8Quantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer"):
-        raise NotImplementedError(f"no {kind} on CPU ranks")
-    return kind == "MXFP8Quantizer"
 
 
 def _write(tensor: torch.Tensor, quantizer: Any, output: Any) -> None:
@@ -125,6 +124,14 @@ def _write_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> None:
         _write_rows(rows.t(), quantizer.dtype, data.t(), output._columnwise_scale_inv.t())
 
 
+_WRITERS = {
+    "Float8Quantizer": _write,
+    "Float8CurrentScalingQuantizer": _write,
+    "MXFP8Quantizer": _write_blocks,
+    "NVFP4Quantizer": fp4.write,
+}
+
+
 def _write_rows(rows: torch.Tensor, dtype: Any, data: torch.Tensor, scales: torch.Tensor) -> None:
     blocks = rows.unflatten(1, (-1, _BLOCK))
     exponents = (blocks.abs().amax(2) / _LARGEST[dtype]).log2().ceil().clamp(-_BIAS, _BIAS)
@@ -150,6 +157,8 @@ def values(operand: Any, columnwise: bool) -> torch.Tensor:
         if columnwise:
             return _read_rows(rows.t(), operand._columnwise_scale_inv.t(), operand._fp8_dtype).t().view(data.shape)
         return _read_rows(rows, operand._rowwise_scale_inv, operand._fp8_dtype).view(data.shape)
+    if kind.startswith("NVFP4"):
+        return fp4.read(operand, columnwise)
     if kind.startswith("Float8"):
         if columnwise and operand._transpose_invalid:
             raise RuntimeError("a product by columns needs the transposed bytes")
