@@ -30,7 +30,6 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.options import SEARCH_SECONDS
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -203,7 +202,7 @@ HEADINGS = ("setting", "stock's pairs, s", "GiB", "searched, s", "GiB", "change"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=SEARCH_SECONDS, help="of every search (default: %(default)g)")
+    parser.add_argument("--seconds", type=float, default=3, help="of every search (default: %(default)g)")
     parser.add_argument("--write", action="store_true", help="put the table into docs/experts.md")
     given = parser.parse_args()
     rows = [HEADINGS, ("---",) * len(HEADINGS), *(cells(setting, given.seconds) for setting in SETTINGS)]

@@ -109,6 +109,10 @@ def turn_seconds(lanes: Lanes, microbatches: int, first: int, second: int) -> fl
         longest = max(longest, computes + exchanges)
         computing += computes
         exchange += exchanges
+    if first >= units and second >= 0:  # two I
+        begins, ends = first % units // microbatches, second % units // microbatches
+        computing += lanes.exchange[begins, _INPUT] / 2
+        exchange += lanes.computing[ends, _INPUT] / 2
     return max(longest, computing, exchange)
 
 

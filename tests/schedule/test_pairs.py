@@ -145,7 +145,7 @@ def test_a_pair_takes_between_the_longer_action_and_the_sum():
 def test_two_backwards_hide_their_exchanges_and_stay_apart_in_torchs_letters():
     """Torch's own ``OVERLAP_F_B`` of two backwards, which may wait for one another, is read in turn."""
     schedule = Schedule.from_csv("0F0,0F1,(0I0;0I1)OVERLAP_B_B,0W0,0W1\n")
-    for exchange, seconds in [(0, 6), (1, 4), (2, 4)]:
+    for exchange, seconds in [(0, 6), (1, 4.5), (2, 4.5)]:
         ((*_, first, second, _, _),) = simulate(schedule, Costs(4, 3, 1, backward_exchange=exchange)).spans
         assert second[1] - first[0] == seconds
     assert write_table(schedule.orders, "torch", schedule.pairs) == "0F0,0F1,0I0,0I1,0W0,0W1\n"
