@@ -62,7 +62,8 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         text.append(f"{chosen['schedule']}, {size}{times}: {report['steps']} steps measured")
     ranks: Sequence[Mapping[str, Any]] = report["ranks"]
     if (peak := _most(ranks, "counted_peak_bytes")) is not None:
-        share = f"; {peak / whole:.3g} of 1F1B's bytes" if (whole := report.get("bytes_of_1f1b")) else ""
+        # Stages of 1F1B are sums of these stages, which may share tensors: two digits are sure.
+        share = f"; {peak / whole:.2g} of 1F1B's bytes" if (whole := report.get("bytes_of_1f1b")) else ""
         text.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
     text += _of_allocator(ranks)
     if loads := {rank["rank"]: rank["expert_load"] for rank in ranks if rank.get("expert_load")}:
@@ -78,7 +79,8 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         text.append(
             f"bubble (idle share of the rank that idles least): {shown(planned, 1, '.1%')} planned {costs}, {measured:.1%} "
             "measured"
-            + ("" if seconds is None else f"; a step takes {seconds:.4g} s (median) from its first pass to its last")
+            + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
+            + " (medians of all steps but the first)"
         )
     if ahead := _most(ranks, "steps_ahead"):
         back, state = _most(ranks, "steps_taken_back"), "the copy for undoing a step takes"

@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import doing, tell
-from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.schedule.memory_cap import MemoryCap, unreachable
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
@@ -462,9 +462,7 @@ def _last_resort(
         needed = MemoryCap(knowledge.device_peaks(serial, costs)[device], request.in_bytes)
         raise UnsupportedError(
             "cap-unreachable",
-            f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} even if "
-            f"microbatches run one by one; raise the cap to at least {needed}, use smaller microbatches or more "
-            "pipeline ranks, or recompute or offload activations",
+            unreachable(request.memory_cap, device, needed, "recompute or offload activations"),
         )
 
 

@@ -49,6 +49,23 @@ def interleaved(num_devices: int, units: Units, chunks: int = 2, group_size: int
     return _from_visits(p, units, chunks, group, sizes)
 
 
+def why_megatron_refuses(num_devices: int, num_microbatches: int, group_size: int | None = None) -> str | None:
+    """Return the reason why Megatron's interleaved schedule cannot run so many microbatches; ``None`` if it can."""
+    p, total = num_devices, num_microbatches
+    group = group_size or p
+    if not p <= group <= total:
+        return (
+            f"Megatron's interleaved schedule needs from {p} microbatches, one for each pipeline rank, to the {total} of "
+            f"this run in a group, and a group has {group}"
+        )
+    if 0 < total % group < p:
+        return (
+            f"{total} microbatches in groups of {group}: the last group has {total % group}, and Megatron's interleaved "
+            f"schedule needs at least {p} in it, one for each pipeline rank"
+        )
+    return None
+
+
 def _from_visits(p: int, units: Units, chunks: int, group: int, group_sizes: list[int]) -> Schedule:
     # The order in which a device visits its chunks going forward. Going backward it visits the mirrored chunks.
     # p = 2, 2 chunks, groups of 2 microbatches: chunks 0 0 1 1 0 0 1 1, so stages 0 0 2 2 ... of device 0:
@@ -161,7 +178,7 @@ def _peak_of_slimpipe(p: int, m: int, v: int, n: int, **_: float) -> float:
 SLIMPIPE = Family(
     name="slimpipe",
     build=slimpipe,
-    summary="All devices together hold one microbatch; slices and chunks divide the bubble. For causal models.",
+    summary="More slices bring all devices together closer to one microbatch, and shrink the bubble. For causal models.",
     peak=Formula("(1 + 2(p-1)/(vn))/p; for v = 1 (1 + (p-1)/n)/p", _peak_of_slimpipe),
     bubble=Formula("(p-1)(F+B)/(vn)", lambda p, v, n, f, b, **_: (p - 1) * (f + b) / (v * n)),
     source="arXiv 2504.14519",

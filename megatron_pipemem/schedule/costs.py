@@ -74,6 +74,8 @@ class Costs:
         forward_exchange: the part of ``forward`` in which the experts' tokens travel between ranks, and in which the
             device could compute something else. Only pairs use it (``Schedule.pairs``).
         backward_exchange: the same part of ``backward_input``. B has it too.
+        head_forward: the part of ``forward`` that is the LM head's, where that was added to the last stage. It is not
+            counted in the unit of times.
 
     Memory in activation units: a stage's forward takes ``1/model_stages``, and its W or B gives it back. In bytes,
     one number per kind is a device's whole share, and a sequence has one value per stage:
@@ -103,6 +105,7 @@ class Costs:
     further: Mapping[Kind, Several] | None = None
     forward_exchange: Several = 0.0
     backward_exchange: Several = 0.0
+    head_forward: float = 0.0
 
     def __repr__(self) -> str:
         return changed_fields(self)

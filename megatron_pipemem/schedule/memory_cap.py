@@ -109,6 +109,17 @@ def _binary(text: str) -> str:
     return f"; if {text.strip()} means {match[1]}{match[2].upper()}iB, write that" if match else ""
 
 
+def unreachable(cap: object, device: int, needed: MemoryCap, *further: str) -> str:
+    """Return why no schedule keeps a cap if one microbatch alone exceeds it, and remedies, with the ``further`` ones."""
+    # Of a cap in activation units, smaller microbatches take as large a share.
+    smaller = ["use smaller microbatches"] * needed.in_bytes
+    remedies = [f"raise the cap to at least {needed}", *smaller, "use more pipeline ranks", *further]
+    return (
+        f"no schedule keeps a memory cap of {cap}: pipeline rank {device} holds {needed} even if microbatches run one by "
+        f"one; {', '.join(remedies[:-1])}, or {remedies[-1]}"
+    )
+
+
 def loosened(limit: float) -> float:
     """Return a limit raised by 1e-9 of it, the rounding error of floats.
 

@@ -250,7 +250,7 @@ class Exploration:
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:
         """Justify a timetable twice, and keep the result under ``name`` if it is among the best."""
         with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
-            self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+            self._add(f"from {name}", justify(self._problem, justify(self._problem, table)))
 
     def try_random(self, rng: Random, clock: Clock) -> None:
         table = random_list_schedule(self._problem, rng)
@@ -353,7 +353,7 @@ class Exploration:
                 if remaining:
                     orders = replace(block, problem=self._problem).orders()
                     table = justify(self._problem, timetable(self._problem, orders))
-                self._add("periodic, justified", table)
+                self._add("periodic", table)
                 improved = evaluated if self.makespan < before else improved
                 if self.is_optimal:
                     return

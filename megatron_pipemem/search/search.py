@@ -19,7 +19,7 @@ from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.bounds import least_held
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import rare_collection, tell
-from megatron_pipemem.schedule.memory_cap import loosened, per_device
+from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened, per_device, unreachable
 from megatron_pipemem.schedule.options import AUTO, SEARCH_SECONDS, check_effort, check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_families
@@ -191,7 +191,8 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
         if exploration.has_orders:
             break
     for number, exploration in enumerate(explorations):
-        clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
+        activity = f"orders of families on {len(explorations) - number} more placements"
+        clock.state = partial(_standing, activity, explorations)
         exploration.take_families(tuple(synchronous_families(exploration.units)) if clock.seconds else (), clock)
     return [exploration for exploration in explorations if exploration.has_orders]
 
@@ -228,7 +229,7 @@ def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candid
 
 def _standing(activity: str, explorations: Sequence[Exploration]) -> str:
     reached, bound = [e.makespan for e in explorations if e.has_orders], min(e.bound for e in explorations)
-    return f"{activity}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else activity
+    return f"{activity}; best makespan so far {min(reached):.6g}, lower bound {bound:.6g}" if reached else activity
 
 
 def usual_placements(
@@ -280,24 +281,21 @@ def _misfit(costs: Costs, placement: Placement, units: Units) -> CostsError | No
 
 
 def _nothing_fits(shapes: Sequence[Shape], costs: Costs, caps: Sequence[float] | None) -> str:
-    unit = "activation units" if costs.memory is None else "bytes"
     needs = [least_held(placement, units, costs) for placement, units in shapes]
     limits = caps or (math.inf,) * len(needs[0])
     # The placement that exceeds its caps least, and the device that exceeds its cap most.
     lacking = [[need - loosened(cap) for need, cap in zip(needed, limits, strict=True)] for needed in needs]
     closest = min(range(len(needs)), key=lambda index: max(lacking[index]))
     device = lacking[closest].index(max(lacking[closest]))
-    limit = f"the memory cap of {limits[device]:.6g} {unit} on device {device}"
-    alone = f"one microbatch alone takes {needs[closest][device]:.6g}"
+    in_bytes = costs.memory is not None
+    cap = "inf" if caps is None else MemoryCap(limits[device], in_bytes)
+    needed = MemoryCap(needs[closest][device], in_bytes)
     if max(lacking[closest]) <= 0:
         return (
-            f"no schedule was found that keeps {limit}, although {alone}; make I and W of the costs' memory give back all that "
-            "F takes, or raise the cap"
+            f"no schedule was found that keeps the memory cap of {cap} on pipeline rank {device}, although one microbatch "
+            f"alone takes {needed}; make I and W of the costs' memory give back all that F takes, or raise the cap"
         )
-    return (
-        f"no schedule keeps {limit}: {alone} there; raise the cap, use more pipeline ranks, or (for a cap in "
-        "bytes) smaller microbatches"
-    )
+    return unreachable(cap, device, needed)
 
 
 def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:

@@ -52,9 +52,9 @@ def what_is_told(monkeypatch, work) -> str:
         (
             lambda: search_schedule(num_devices=4, num_microbatches=6, costs=COSTS, seconds=0.6, memory_cap=0.75),
             (
-                "families of 3 placements; makespan ",
+                "orders of families on 3 more placements; best makespan so far ",
                 "improving",
-                "so far, at least ",
+                "lower bound ",
                 " 0 s of this search left at most",
             ),
         ),

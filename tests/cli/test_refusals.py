@@ -47,7 +47,11 @@ simulate auto -p 4 -m 8 -o colour=1 | unknown-option "'auto'" "'colour'" placeme
 simulate auto -p 4 -m 8 -o placement=linear --chunks 2 | needs-chunks linear 1 2
 simulate auto -p 4 -m 8 -o placement=v --chunks 1 | needs-chunks v 2 1
 simulate auto -p 4 -m 8 -o period=true --offload half | conflicting-features period offload
-simulate zb-h1 v-half -p 4 -m 8 --steps 3 | conflicting-options --steps
+simulate zb-h1 v-half -p 4 -m 8 --single-queue | conflicting-options --single-queue
+simulate stock -p 4 -m 8 --single-queue | not-for-stock --single-queue
+simulate stock -p 4 -m 6 -v 2 | needs-microbatches 6
+show stock -p 4 -m 6 -v 2 | needs-microbatches 6
+simulate stock -p 4 -m 2 -v 2 | needs-microbatches 2
 simulate zb-h1 v-half -p 4 -m 8 --chunks 3 | needs-chunks
 simulate 1f1b -p 2 -m 2 --schedule-module gone.py | cannot-import gone.py
 show gems -p 2 -m 4 --steps 2 | no-steps gems replicas --steps

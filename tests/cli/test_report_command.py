@@ -50,7 +50,7 @@ def test_a_run_is_told_from_its_folder_and_from_its_report(pipemem, run, tmp_pat
         "v-half, 2 pipeline ranks with 2 chunks each, 4 microbatches: 3 steps measured",
         "peak activations 3 MiB on the fullest rank, predicted = counted on every rank; 0.75 of 1F1B's bytes",
         "bubble (idle share of the rank that idles least): 10.0% planned with the run's costs, 20.0% measured; a step takes "
-        "0.125 s (median) from its first pass to its last",
+        "0.125 s from its first pass to its last (medians of all steps but the first)",
         "loss 3 in the first step, 1.5 in the last of 3",
     ]
     assert ["1", "1", "1", "10.0%", "20.0%"] in [line.split() for line in told.stdout.splitlines()]

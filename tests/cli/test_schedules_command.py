@@ -43,7 +43,7 @@ def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json, monk
     assert chosen == [row["name"] for row in pipemem_json("schedules")] and len(chosen) == 8
     assert set(NAMES) >= RESEARCH and len(NAMES) == 8 + len(RESEARCH), "every row is of one kind"
     shown = [pipemem("schedules", *flags).stdout for flags in ((), ("--all",))]
-    assert ["zb-h2" in text for text in shown] == ["*: for research" in text for text in shown] == [False, True]
+    assert ["zb-h2" in text for text in shown] == ["research (*)" in text for text in shown] == [False, True]
     by_name = {row["name"]: row for row in rows}
     assert set(by_name["zbv"]) == {
         "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",

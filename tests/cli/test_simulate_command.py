@@ -11,7 +11,7 @@ from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.prices import MicrobatchFactors
-from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.waits import run_single_queues
@@ -21,7 +21,7 @@ KEYS = [
     "peak_activations", "peak_activation", "peak_bytes", "share_of_1f1b",
     "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
     "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_factors", "pairs",
-    "in_a_run",
+    "in_a_run", "asynchronous",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 SIZE = ("simulate", "1f1b", "-p", 4, "-m", 8)
@@ -37,10 +37,11 @@ def test_json_has_exactly_the_promised_keys_and_values(pipemem_json, name):
     p, m = 4, 8
     answer = pipemem_json("simulate", name, "--devices", p, "--microbatches", m)
     timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=m))
-    assert list(answer) == KEYS
+    assert list(answer) == [*KEYS, *(["period"] * answer["asynchronous"])]
     assert (answer["schedule"], answer["devices"], answer["microbatches"]) == (name, p, m)
     assert answer["makespan"] == timeline.makespan
-    assert answer["bubble_rate"] == pytest.approx(1 - answer["ideal"] / answer["makespan"])
+    assert answer["bubble_rate"] == pytest.approx(1 - answer["ideal"] / answer.get("period", answer["makespan"]))
+    assert answer["asynchronous"] == family(name).asynchronous and answer.get("period", 24) == 24
     assert answer["peak_activations"] == list(timeline.peaks) and len(timeline.peaks) == p
     assert answer["peak_activation"] == max(answer["peak_activations"])
     assert answer["messages"] == timeline.messages
@@ -60,6 +61,28 @@ def test_several_are_compared_with_megatrons_own(pipemem, pipemem_json):
     assert [(row["schedule"], row["chunks"]) for row in with_chunks] == [("gis", 3), ("interleaved", 3), ("1f1b", 1)]
     told = pipemem("simulate", "zb-h1", "v-half", *size).stdout
     assert all(f"{row['makespan']:.6g}" in told for row in rows)
+
+
+def test_a_comparison_without_a_barrier_has_every_period(pipemem, pipemem_json):
+    arguments = ("simulate", "zb-h1", "zb-h2", "pipedream", "-p", 4, "-m", 8, "--steps", 8)
+    rows = pipemem_json(*arguments)
+    assert [row["period"] for row in rows[:3]] == [27, 24, 24] and rows[0]["makespan"] == rows[1]["makespan"] == 27
+    assert "pipedream: the period in place of the makespan" in " ".join(pipemem(*arguments).stdout.split())
+
+
+def test_stock_is_what_megatron_runs(pipemem, pipemem_json):
+    """Megatron pairs only with virtual stages, and its last group needs a microbatch for every rank."""
+    size, share = ("-p", 4, "-m", 8), ("--exchange-share", 0.4)
+    rows = {row["schedule"]: row for row in pipemem_json("simulate", "zbv", "dualpipe-v", *size, *share)}
+    stock = json.loads(pipemem("simulate", "stock", *size, *share, "--json").stdout)
+    alone, paired = (pipemem_json("simulate", "1f1b", *size, *more) for more in ((), share))
+    assert stock["makespan"] == rows["1f1b"]["makespan"] == alone["makespan"] > paired["makespan"]
+    assert (stock["pairs"], rows["1f1b"]["pairs"]) == (0, 0) and rows["interleaved"]["pairs"] > 0
+    assert rows["zbv"]["makespan"] < rows["zbv"]["makespan_without_pairs"]
+    refused = ("-p", 4, "-m", 6)
+    assert [row["schedule"] for row in pipemem_json("simulate", "zbv", "zb-h1", *refused)] == ["zbv", "zb-h1", "1f1b"]
+    assert "Megatron refuses these sizes" in pipemem("simulate", "interleaved", *refused).stderr
+    assert not pipemem("simulate", "interleaved", *size).stderr
 
 
 FITTED = Costs(1, 1.5, 0.5)

@@ -197,7 +197,10 @@ def test_even_without_time_no_family_is_better(p2p: float) -> None:
         ({"memory_cap": 0.0}, ("cap-unreachable", 0)),
         ({"memory_cap": 0.2}, ("cap-unreachable", "0.25")),
         ({"memory_cap": [1.0, 1.0, 1.0]}, ("wrong-count", 3, 4)),
-        ({"memory_cap": 2.0, "costs": Costs(memory={Kind.F: 1.0, Kind.I: 0.0, Kind.W: 0.0})}, ("cap-unreachable", 1)),
+        (
+            {"memory_cap": 2.0, "costs": Costs(memory={Kind.F: 1.0, Kind.I: 0.0, Kind.W: 0.0})},
+            ("cap-unreachable", "1B"),
+        ),
         ({"placements": []}, ("unsupported-placement",)),
         ({"placements": [Placement.linear(3)]}, ("unsupported-placement", 4)),
         ({"num_microbatches": 0}, ("bad-number",)),

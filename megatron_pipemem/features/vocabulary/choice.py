@@ -51,7 +51,8 @@ def head_on_last_stage(
         (*seconds[kind][:-n], *(stage_seconds + head / 3 / n for stage_seconds in seconds[kind][-n:]))
         for kind in (Kind.F, Kind.I, Kind.W)
     )
-    return replace(costs.of(placement), forward=forward, backward_input=inputs, backward_weight=weights)
+    own = costs.of(placement)
+    return replace(own, forward=forward, backward_input=inputs, backward_weight=weights, head_forward=head / 3)
 
 
 def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from megatron_pipemem.tools.console import Console
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.display import Listener
 
+ASYNCHRONOUS = "trains differently from Megatron"
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
 """The end of the sentence about a valid schedule file that Megatron cannot run."""
 

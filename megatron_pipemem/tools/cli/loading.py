@@ -18,6 +18,7 @@ from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.conflicts import make_request
 from megatron_pipemem.errors import CostsError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.families.interleaved import why_megatron_refuses
 from megatron_pipemem.features.slices.prices import slice_costs, slice_tokens
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
 from megatron_pipemem.part_costs import PartCosts, even_layers, read_costs, with_cut_head, without_ends
@@ -181,12 +182,20 @@ def priced_head(price_options: Prices, costs: Costs, schedule: Schedule, barrier
     return head_on_last_stage(without_ends(costs), schedule.placement, seconds, units=schedule.units)
 
 
-def named(name: str, chunks: int | None) -> str:
-    """Return ``name``; for ``stock``, print a note and return the family with Megatron's own order for ``chunks``."""
+def named(name: str, size: Size) -> str:
+    """Return ``name``; for ``stock``, print a note and return the family with Megatron's own order for this size.
+
+    Raise an UnsupportedError if Megatron refuses the size.
+    """
     if name != STOCK:
         return name
-    own = megatrons_own(chunks)
-    report_note(f"{STOCK} is Megatron's own order: {own}, with --chunks {chunks or 1}")
+    own = megatrons_own(size.chunks)
+    if own != megatrons_own(1) and size.devices and size.microbatches:
+        group = _settings(size).get("group_size")
+        obstacle = why_megatron_refuses(size.devices, size.microbatches, group if isinstance(group, int) else None)
+        if obstacle is not None:
+            raise UnsupportedError("needs-microbatches", obstacle)
+    report_note(f"{STOCK} is Megatron's own order: {own}, with --chunks {size.chunks or 1}")
     return own
 
 
@@ -226,13 +235,14 @@ def load_schedule(
     costs: Costs | None = None,
     offload: str = OFF,
     host_memory: str | None = None,
+    pairs: bool = True,
 ) -> Loaded:
     """Return the schedule that the user named, after proving that it is valid, with the request and the costs.
 
     A file is read. Any other name is built by its family or searched for. Messages in the file are ignored. A note on
     stderr names the letters of the file if they are not this package's. Numbers in ``size`` must equal those of the
-    file. ``offload`` and ``host_memory`` are the values of these options. With ``auto`` for both ``name`` and
-    ``offload``, one search chooses both.
+    file. ``pairs`` allows pairs if the costs have exchanges. ``offload`` and ``host_memory`` are the values of these
+    options. With ``auto`` for both ``name`` and ``offload``, one search chooses both.
     """
     devices, microbatches, settings = size.devices, size.microbatches, _settings(size)
     costs = costs or Costs()
@@ -271,7 +281,7 @@ def load_schedule(
         options=settings,
         offload=select,
         recompute=recompute,
-        pairs=costs.have_exchanges,
+        pairs=pairs and costs.have_exchanges,
         file=file,
     )
     budget = _host_budget(host_memory, costs)
@@ -366,12 +376,29 @@ def _check_counts(
         )
 
 
-def load_and_simulate(name: str, question: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
+def load_and_simulate(
+    name: str, question: Question, prices: Costs, as_megatron: bool = False
+) -> tuple[Loaded, Timeline, str]:
     """Return the schedule with its LM head, its simulated timeline, and the reason why ``auto`` placed the head there.
 
-    The reason is empty unless ``--vocab-cut`` is ``auto``.
+    The reason is empty unless ``--vocab-cut`` is ``auto``. With ``as_megatron``, the step is one that Megatron runs
+    itself: sizes that it refuses are an UnsupportedError, and 1F1B has no pairs. Otherwise such sizes make a note.
     """
-    loaded = load_schedule(name, question, costs=prices, offload=question.offload, host_memory=question.host_memory)
+    loaded = load_schedule(
+        name,
+        question,
+        costs=prices,
+        offload=question.offload,
+        host_memory=question.host_memory,
+        pairs=not (as_megatron and name == megatrons_own(1)),
+    )
+    if loaded.schedule.name == megatrons_own(2) and loaded.schedule.units.are_whole:
+        group = loaded.request.options.get("group_size")
+        obstacle = why_megatron_refuses(loaded.schedule.num_devices, loaded.schedule.num_microbatches, group)
+        if obstacle is not None and as_megatron:
+            raise UnsupportedError("needs-microbatches", obstacle)
+        if obstacle is not None:
+            report_note(f"Megatron refuses these sizes, and this package runs them: {obstacle}")
     note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, question), question)
     return loaded, simulate(loaded.schedule, prices), reason

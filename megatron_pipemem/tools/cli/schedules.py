@@ -12,7 +12,8 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import AUTO, Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.size import estimated
-from megatron_pipemem.tools.cli.common import Shown, placement_text, print_answer
+from megatron_pipemem.schedule.stream import consecutive_steps
+from megatron_pipemem.tools.cli.common import ASYNCHRONOUS, Shown, placement_text, print_answer
 from megatron_pipemem.tools.cli.loading import with_channel
 from megatron_pipemem.tools.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
 from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline
@@ -33,7 +34,7 @@ _ADVICE = {
     "zbv": "1F1B's memory, and links for twice the messages",
     "v-half": "1/2 + 1/p of 1F1B's memory, W as long as F",
     "v-min": "half of 1F1B's memory, and nothing else fits",
-    "po-h": "less still, and a fast link to the host",
+    "po-h": "far less memory, and a fast link to the host",
     "po-f": "the least, and a fast link to the host",
     "auto": "a cap, or passes that differ: it searches",
 }
@@ -65,7 +66,7 @@ def schedules(
     The sizes are 8 devices and 32 microbatches, or those that you give; F, I and W take equally long, and messages no
     time. The bubble is the share of a step in which the busiest device idles. The peak is a share of 1F1B's first
     device, with equal stages; inputs kept for W are not counted. Asynchronous schedules update weights in the middle of
-    a step, so they train differently from all others.
+    a step, so they train differently from all others. Their bubble is a share of the period from step to step.
 
     Examples:
         # list the schedules to choose from
@@ -93,7 +94,8 @@ def _listed(
     """Yield the table of schedules with stock's 1F1B first and the search last, and the units of its numbers."""
     p, m = _SIZE if devices is None and microbatches is None else (devices or 8, microbatches or 4 * (devices or 8))
     _check_size(p, m, 2 * len(candidates))
-    table = FittingTable(("name", "take it if", "bubble", "peak"), text=("name", "take it if"))
+    heading = "take it if; for research (*): what it is" if every else "take it if"
+    table = FittingTable(("name", heading, "bubble", "peak"), text=("name", heading))
     first = [] if every else [family("1f1b")]
     for candidate in [*first, *candidates]:
         name = f"{candidate.name} *" if every and candidate.name in RESEARCH - {"1f1b"} else candidate.name
@@ -106,9 +108,8 @@ def _listed(
     yield f"p = {p} devices, m = {m}, F = I = W. bubble: idle share of the busiest device;"
     yield "peak: share of 1F1B's first device (equal stages); at most 2 chunks unless a row says more"
     if every:
-        yield "*: for research and comparison"
         names = ", ".join(candidate.name for candidate in candidates if candidate.asynchronous)
-        yield f"{names}: one step alone; in a run, the next step fills its idle end"
+        yield f"{names}: bubble of the period from step to step; {ASYNCHRONOUS}"
     yield f"schedules NAME: formulas and options{more}"
 
 
@@ -133,7 +134,10 @@ def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, s
     chunks, parts = schedule.placement.num_chunks, schedule.units.parts
     cut = [f"here {chunks} chunks"] if chunks > 2 else []
     cut += [f"here {parts} slices"] if parts > 1 else []
-    return f"{run.bubble_rate:.1%}", f"{run.peak:.3f}", cut
+    bubble = (
+        run.bubble_rate if schedule.updates is None else 1 - run.ideal / consecutive_steps(schedule, steps=1).period
+    )
+    return f"{bubble:.1%}", f"{run.peak:.3f}", cut
 
 
 def _explained(chosen: Family, devices: int | None, microbatches: int | None) -> Iterator[Shown]:

@@ -16,6 +16,7 @@ from megatron_pipemem.conflicts import check_conflicts
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.transfers import NOT_CHOSEN
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
+from megatron_pipemem.request import algorithm_of
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -24,7 +25,8 @@ from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened, parse_caps
-from megatron_pipemem.schedule.options import NOT_NEGATIVE, OFF
+from megatron_pipemem.schedule.options import NOT_NEGATIVE, OFF, STOCK
+from megatron_pipemem.schedule.registry import megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.schedule.simulator import simulate as simulated_once
@@ -35,6 +37,7 @@ from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import MAX_CHUNKS
 from megatron_pipemem.search.result import ResultCache
 from megatron_pipemem.tools.cli.common import (
+    ASYNCHRONOUS,
     Shown,
     num_chunks,
     placement_text,
@@ -147,22 +150,27 @@ def simulate(
         # cut every sequence into four slices that take equally long
         pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3 --slice-cut flops
         # see the gain without a barrier between steps
-        pipemem simulate zbv -p 8 -m 16 --steps 8
+        pipemem simulate zb-h1 zb-h2 -p 8 -m 16 --steps 8
         # hide the exchange of the experts' tokens behind computing
         pipemem simulate dualpipe-v -p 8 -m 32 --exchange-share .4
         # price a large vocabulary
         pipemem simulate 1f1b -p 8 -m 32 --vocab-cut auto --head-cost 2.5layers --layers 32
     """
     if len(names) > 1:
-        if single_queue or steps > 1:
-            option = "--single-queue" if single_queue else "--steps"
-            raise UnsupportedError("conflicting-options", f"{option} is for one schedule; name one")
-        _compare(names, question, as_json)
+        if single_queue:
+            raise UnsupportedError("conflicting-options", "--single-queue is for one schedule; name one")
+        _compare(names, question, steps, as_json)
         return
-    name = named(names[0], question.chunks)
+    if single_queue and names[0] == STOCK:
+        raise UnsupportedError(
+            "not-for-stock",
+            "--single-queue simulates messages in this package's order for one queue, which is not Megatron's; name "
+            f"{megatrons_own(question.chunks)}, or leave --single-queue out",
+        )
+    name = named(names[0], question)
     prices = price_layers([name], question)
     with showing(f"building, proving and simulating {name}"):
-        loaded, timeline, reason = load_and_simulate(name, question, prices)
+        loaded, timeline, reason = load_and_simulate(name, question, prices, names[0] == STOCK)
         check_attention(question, [loaded.schedule])
         facts = _facts(timeline, loaded)
         if single_queue:
@@ -197,14 +205,16 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
         ),
     )
     unit = DrawnRun(timeline).time_unit
-    yield "makespan", f"{facts['makespan']:.6g} {unit if unit == 'seconds' else f'({unit})'}"
-    yield (
-        "bubble",
-        (
-            f"{facts['bubble_rate']:.2%} of the makespan: the busiest device works {facts['ideal']:.6g}, and idles for the rest"
-        ),
-    )
-    if not isclose(facts["bubble_rate"], facts["device_bubble_rate"], abs_tol=_LEAST_SHOWN):
+    alone = " of one step alone" * (timeline.schedule.updates is not None)
+    yield "makespan", f"{facts['makespan']:.6g} {unit if unit == 'seconds' else f'({unit})'}{alone}"
+    if (period := facts.get("period")) is not None and timeline.schedule.updates is not None:
+        yield "period", f"{period:.6g} from step to step: the busiest device works {facts['ideal']:.6g}"
+    elif timeline.schedule.updates is None:
+        share = f"{facts['bubble_rate']:.2%} of the makespan"
+        yield "bubble", f"{share}: the busiest device works {facts['ideal']:.6g}, and idles for the rest"
+    if timeline.schedule.updates is not None:
+        yield "asynchronous", ASYNCHRONOUS
+    elif not isclose(facts["bubble_rate"], facts["device_bubble_rate"], abs_tol=_LEAST_SHOWN):
         share = f"{facts['device_bubble_rate']:.2%} of the longest time from a device's first pass to its last"
         yield "bubble of papers", share
     yield from _memory(facts, loaded)
@@ -216,13 +226,16 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
     if any(versions > 1 for versions in facts["weight_versions"]):
         yield "weight versions", f"{_listed(facts['weight_versions'])} on the devices"
     if facts["pairs"]:
-        yield "pairs", f"{facts['pairs']} of a forward and a backward: one computes while the other's tokens travel"
+        gain = f"makespan {facts['makespan']:.6g} in place of {facts['makespan_without_pairs']:.6g}"
+        yield "pairs", f"{facts['pairs']}, in which one action computes while the other's tokens travel: {gain}"
     if facts["microbatch_factors"]:
         spans = ((quantity, min(w), max(w), fmean(w)) for quantity, w in facts["microbatch_factors"].items())
         texts = (f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans)
         yield "microbatches differ", f"factors of the costs: {'; '.join(texts)}"
     if (reason := facts.get("vocabulary_reason")) is not None:
         yield "vocabulary", reason
+        if barriers := facts["vocabulary_barriers"]:
+            yield "in a run", f"--pipemem-vocab-cut {algorithm_of(barriers)}"
     elif count := facts.get("vocabulary_barriers"):
         yield "vocabulary", f"cut over all devices, with {count} barrier{'s' * (count > 1)} per microbatch"
     if facts.get("single_queue_makespan"):
@@ -231,10 +244,10 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
         yield "one queue", f"{makespan}, {_times(ratio)} as with several hardware queues per device"
     if facts.get("steps"):
         yield f"{facts['steps']} steps", f"{facts['steps_makespan']:.6g} in all, without a barrier between them"
-        waiting = (
-            f"{facts['period'] * facts['gain']:.6g}, {_times(facts['gain'])}, if devices wait for each other after each"
-        )
-        yield "period", f"{facts['period']:.6g} from step to step; {waiting}"
+        waiting = f"{facts['period'] * facts['gain']:.6g} from step to step, {_times(facts['gain'])}"
+        if timeline.schedule.updates is None:
+            yield "period", f"{facts['period']:.6g} from step to step"
+        yield "with a barrier", waiting
     if (refusal := facts.get("a_run_refuses")) is not None:
         yield "a run refuses", refusal
 
@@ -303,54 +316,71 @@ _OWN = ("1f1b", "interleaved")
 _COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "messages")
 
 
-def _compare(names: list[str], question: Question, as_json: bool) -> None:
+def _compare(names: list[str], question: Question, steps: int, as_json: bool) -> None:
     """Print a table of several schedules and of Megatron's own, one row each.
 
-    Megatron's own are left out if they cannot be built for these sizes.
+    Megatron's own are left out if Megatron cannot run these sizes.
     """
-    names = [named(name, question.chunks) for name in names]
+    are_stock = [name == STOCK for name in names]
+    names = [named(name, question) for name in names]
     prices, rows = price_layers(names, question), []
     # Options belong to the schedules that were named. Megatron's own run as they are, where they can.
     bare = replace(question, options=None, chunks=None, memory_cap=None, offload=OFF)
-    for name in [*names, *(own for own in _OWN if own not in names)]:
+    listed = [*names, *(own for own in _OWN if own not in names)]
+    for name, is_own in zip(listed, [*are_stock, *[True] * len(_OWN)], strict=False):
         options = question if name in names else bare
         with showing(f"building, proving and simulating {name}"):
             try:
-                loaded, timeline, _ = load_and_simulate(name, options, prices)
+                loaded, timeline, _ = load_and_simulate(name, options, prices, is_own)
             except UnsupportedError:
                 if name in names:
                     raise
                 continue
-            rows.append(_facts(timeline, loaded))
+            facts = _facts(timeline, loaded)
+            if steps > 1:
+                check_steps(loaded.schedule, steps, question.yes)
+                facts |= _without_barrier(loaded, timeline.costs, steps)
+            rows.append(facts)
     print_answer(rows, _comparison(rows, names, DrawnRun(timeline).time_unit), as_json)
 
 
 def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], time_unit: str) -> Iterator[Shown]:
     """Yield the table of the compared schedules. ``names`` are those that the user named."""
-    plain = next(row["makespan"] for row in rows if row["schedule"] == _OWN[0])
+    plain = next(_step_seconds(row) for row in rows if row["schedule"] == _OWN[0])
     unasked = " and ".join(row["schedule"] for row in rows if row["schedule"] not in names)
     caption = f"{unasked}: Megatron's own, for comparison; " if unasked else ""
+    asynchronous = ", ".join(row["schedule"] for row in rows if row["asynchronous"])
+    caption += f"{asynchronous}: the period in place of the makespan, {ASYNCHRONOUS}; " if asynchronous else ""
     in_bytes = all(row["share_of_1f1b"] is not None for row in rows)
     peak = "share of 1f1b's bytes, for the same model and cut" if in_bytes else f"in {UNITS}"
     caption += (
         f"makespan: {time_unit}; to 1f1b: makespan / 1f1b's; bubble: idle share of the busiest device; peak: {peak}; "
         "messages: between devices in a step"
     )
-    table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=caption)
+    has_steps = "steps" in rows[0]
+    caption += "; period: from step to step without a barrier between steps" * has_steps
+    table = FittingTable((*_COMPARED, *(["period"] * has_steps)), text=_COMPARED[:1], caption=caption)
     for facts in rows:
         table.add_row(
             facts["schedule"],
             str(facts["chunks"]),
-            f"{facts['makespan']:.6g}",
-            f"{facts['makespan'] / plain:.3f}",
+            f"{_step_seconds(facts):.6g}",
+            f"{_step_seconds(facts) / plain:.3f}",
             f"{facts['bubble_rate']:.1%}",
             f"{facts['share_of_1f1b']:.2f}" if in_bytes else f"{facts['peak_activation']:.4g}",
             str(facts["messages"]),
+            *([f"{facts['period']:.6g}"] if has_steps else ()),
         )
     yield table
     for facts in rows:
         if (moved := facts["in_a_run"]) is not None:
             yield f"in a run, W of {facts['schedule']} runs earlier: {_moved_in_words(moved)}"
+
+
+def _step_seconds(facts: Mapping[str, Any]) -> float:
+    """Return the makespan, or the period of an asynchronous schedule, in the unit of the costs."""
+    seconds: float = facts["period"] if facts["asynchronous"] else facts["makespan"]
+    return seconds
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
@@ -389,7 +419,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
     in_units = Costs(microbatch=weights, part_units=timeline.costs.part_units)
     activations = peaks(schedule, in_units)
-    return {
+    facts: dict[str, Any] = {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
         "microbatches": schedule.num_microbatches,
@@ -416,7 +446,14 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
         "microbatch_factors": {} if weights is None else {"time": weights.time, "memory": weights.tokens},
         "pairs": len(schedule.pairs),
         "in_a_run": _with_earlier_weights(timeline),
+        "asynchronous": schedule.updates is not None,
     }
+    if schedule.pairs:
+        facts["makespan_without_pairs"] = simulated_once(replace(schedule, pairs=frozenset()), timeline.costs).makespan
+    if schedule.updates is not None:
+        facts["period"] = consecutive_steps(schedule, timeline.costs, steps=1).period
+        facts["bubble_rate"] = 1 - timeline.ideal / facts["period"] if facts["period"] else 0.0
+    return facts
 
 
 def _with_earlier_weights(timeline: Timeline) -> dict[str, float] | None:
@@ -435,7 +472,7 @@ def _with_earlier_weights(timeline: Timeline) -> dict[str, float] | None:
 def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     """Return the lower bound of the makespan, in the unit of the costs.
 
-    It is the busiest device's work for schedules without backwards, with replicas or vocabulary passes. For other
+    It is the busiest device's work for schedules without backwards or flushes, with replicas or vocabulary passes. For other
     schedules it holds within the cap, or else within ``peak``, the schedule's own peak in activation units. Offload and
     recompute have no such limit.
     """
@@ -443,7 +480,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     if _has_only_work(schedule):
         return timeline.ideal
     costs, pairs = loaded.chosen.costs, bool(schedule.pairs)
-    if not schedule.units.are_whole:  # each slice may have its own price
+    if not schedule.units.are_whole or timeline.costs.head_forward:  # slices and the last stage have their own prices
         costs = replace(timeline.costs, memory=costs.of(schedule.placement).memory)
     if schedule.offloads or schedule.recomputed:
         # Offloaded and recomputed activations leave the device, so a cap on memory does not bound the makespan.
@@ -457,7 +494,8 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
 def _has_only_work(schedule: Schedule) -> bool:
     """Return whether the only known lower bound of the makespan is the busiest device's work."""
     is_forward_only = all(action.kind is Kind.F for order in schedule.orders for action in order)
-    return schedule.placement.replicas > 1 or bool(schedule.vocabulary_barriers) or is_forward_only
+    is_endless = schedule.updates is not None
+    return schedule.placement.replicas > 1 or bool(schedule.vocabulary_barriers) or is_forward_only or is_endless
 
 
 def _bound(facts: Mapping[str, Any], loaded: Loaded) -> str:
@@ -504,11 +542,12 @@ def show(
         pipemem show zbv -p 8 -m 16 --output zbv.json
     """
     check_output(output, SUFFIXES, "a picture")
-    names = [named(name, question.chunks) for name in names]
+    are_stock = [name == STOCK for name in names]
+    names = [named(name, question) for name in names]
     prices, timelines = price_layers(names, question), []
-    for name in names:
+    for name, is_stock in zip(names, are_stock, strict=True):
         with showing(f"building, proving and simulating {name}"):
-            _, timeline, reason = load_and_simulate(name, question, prices)
+            _, timeline, reason = load_and_simulate(name, question, prices, is_stock)
             if steps > 1:
                 check_steps(timeline.schedule, steps, question.yes)
                 timeline = draw_steps(timeline, steps)

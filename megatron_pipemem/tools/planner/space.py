@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, get_args
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.families.interleaved import why_megatron_refuses
 from megatron_pipemem.gates import GateQuestion, gates
 from megatron_pipemem.model.activations import layer_bytes
 from megatron_pipemem.model.cut_flags import GROUP_SIZE
@@ -260,19 +261,8 @@ def _stock_orders(run: Run) -> tuple[str, ...]:
 
 def why_not_in_chunks(run: Run) -> str | None:
     """Return the reason why Megatron's own schedule cannot run the microbatches in several chunks; ``None`` if it can."""
-    pp, count = run.parallelism.pp, run.parallelism.microbatches
-    group = int(run.flags.get(GROUP_SIZE) or pp)
-    if not pp <= group <= count:
-        return (
-            f"Megatron's interleaved schedule needs from {pp} microbatches, one for each pipeline rank, to the {count} of "
-            f"this run in a group, and a group has {group}"
-        )
-    if 0 < count % group < pp:
-        return (
-            f"{count} microbatches in groups of {group}: the last group has {count % group}, and Megatron's interleaved "
-            f"schedule needs at least {pp} in it, one for each pipeline rank"
-        )
-    return None
+    cut, group = run.parallelism, run.flags.get(GROUP_SIZE)
+    return why_megatron_refuses(cut.pp, cut.microbatches, None if group is None else int(group))
 
 
 def check_stock_groups(run: Run) -> None:

@@ -154,8 +154,9 @@ class DrawnRun:
         is_timed = self.timeline.measured.bubble_rate is not None
         schedule = self.timeline.schedule
         placement = schedule.placement
-        forwards = sum(self.timeline.costs.seconds(placement, schedule.units)[Kind.F]) / placement.replicas
-        is_unit = isclose(forwards, placement.num_devices)
+        costs = self.timeline.costs
+        forwards = sum(costs.seconds(placement, schedule.units)[Kind.F]) - costs.head_forward
+        is_unit = isclose(forwards / placement.replicas, placement.num_devices)
         return "F of a device = 1" if is_unit and not is_timed else "seconds"
 
     @property
