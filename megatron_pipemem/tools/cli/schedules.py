@@ -66,7 +66,7 @@ def schedules(
     The sizes are 8 devices and 32 microbatches, or those that you give; F, I and W take equally long, and messages no
     time. The bubble is the share of a step in which the busiest device idles. The peak is a share of 1F1B's first
     device, with equal stages; inputs kept for W are not counted. Asynchronous schedules update weights in the middle of
-    a step, so they train differently from all others. Their bubble is a share of the period from step to step.
+    a step, so they train differently from all others. Their bubble is a share of the time from step to step.
 
     Examples:
         # list the schedules to choose from
@@ -109,7 +109,7 @@ def _listed(
     yield "peak: share of 1F1B's first device (equal stages); at most 2 chunks unless a row says more"
     if every:
         names = ", ".join(candidate.name for candidate in candidates if candidate.asynchronous)
-        yield f"{names}: bubble of the period from step to step; {ASYNCHRONOUS}"
+        yield f"{names}: bubble from step to step; {ASYNCHRONOUS}"
     yield f"schedules NAME: formulas and options{more}"
 
 
@@ -135,7 +135,9 @@ def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, s
     cut = [f"here {chunks} chunks"] if chunks > 2 else []
     cut += [f"here {parts} slices"] if parts > 1 else []
     bubble = (
-        run.bubble_rate if schedule.updates is None else 1 - run.ideal / consecutive_steps(schedule, steps=1).period
+        run.bubble_rate
+        if schedule.updates is None
+        else 1 - run.ideal / consecutive_steps(schedule, steps=1).synchronous
     )
     return f"{bubble:.1%}", f"{run.peak:.3f}", cut
 

@@ -207,14 +207,16 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
     unit = DrawnRun(timeline).time_unit
     alone = " of one step alone" * (timeline.schedule.updates is not None)
     yield "makespan", f"{facts['makespan']:.6g} {unit if unit == 'seconds' else f'({unit})'}{alone}"
-    if (period := facts.get("period")) is not None and timeline.schedule.updates is not None:
-        yield "period", f"{period:.6g} from step to step: the busiest device works {facts['ideal']:.6g}"
-    elif timeline.schedule.updates is None:
+    if timeline.schedule.updates is not None:
+        seconds = f"{_step_seconds(facts):.6g} in a run, {facts['period']:.6g} without a barrier between steps"
+        yield "step to step", f"{seconds}: the busiest device works {facts['ideal']:.6g}"
+        yield "asynchronous", ASYNCHRONOUS
+    else:
         share = f"{facts['bubble_rate']:.2%} of the makespan"
         yield "bubble", f"{share}: the busiest device works {facts['ideal']:.6g}, and idles for the rest"
-    if timeline.schedule.updates is not None:
-        yield "asynchronous", ASYNCHRONOUS
-    elif not isclose(facts["bubble_rate"], facts["device_bubble_rate"], abs_tol=_LEAST_SHOWN):
+    if timeline.schedule.updates is None and not isclose(
+        facts["bubble_rate"], facts["device_bubble_rate"], abs_tol=_LEAST_SHOWN
+    ):
         share = f"{facts['device_bubble_rate']:.2%} of the longest time from a device's first pass to its last"
         yield "bubble of papers", share
     yield from _memory(facts, loaded)
@@ -244,10 +246,10 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
         yield "one queue", f"{makespan}, {_times(ratio)} as with several hardware queues per device"
     if facts.get("steps"):
         yield f"{facts['steps']} steps", f"{facts['steps_makespan']:.6g} in all, without a barrier between them"
-        waiting = f"{facts['period'] * facts['gain']:.6g} from step to step, {_times(facts['gain'])}"
-        if timeline.schedule.updates is None:
-            yield "period", f"{facts['period']:.6g} from step to step"
-        yield "with a barrier", waiting
+        waiting = (
+            f"{facts['period'] * facts['gain']:.6g}, {_times(facts['gain'])}, if devices wait for each other after each"
+        )
+        yield "period", f"{facts['period']:.6g} from step to step; {waiting}"
     if (refusal := facts.get("a_run_refuses")) is not None:
         yield "a run refuses", refusal
 
@@ -350,7 +352,7 @@ def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], time_un
     unasked = " and ".join(row["schedule"] for row in rows if row["schedule"] not in names)
     caption = f"{unasked}: Megatron's own, for comparison; " if unasked else ""
     asynchronous = ", ".join(row["schedule"] for row in rows if row["asynchronous"])
-    caption += f"{asynchronous}: the period in place of the makespan, {ASYNCHRONOUS}; " if asynchronous else ""
+    caption += f"{asynchronous}: from step to step in place of the makespan, {ASYNCHRONOUS}; " if asynchronous else ""
     in_bytes = all(row["share_of_1f1b"] is not None for row in rows)
     peak = "share of 1f1b's bytes, for the same model and cut" if in_bytes else f"in {UNITS}"
     caption += (
@@ -378,8 +380,11 @@ def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], time_un
 
 
 def _step_seconds(facts: Mapping[str, Any]) -> float:
-    """Return the makespan, or the period of an asynchronous schedule, in the unit of the costs."""
-    seconds: float = facts["period"] if facts["asynchronous"] else facts["makespan"]
+    """Return the makespan, or for an asynchronous schedule the time from step to step, in the unit of the costs.
+
+    A run without --pipemem-overlap-steps has a barrier between steps.
+    """
+    seconds: float = facts["period"] * facts["gain"] if facts["asynchronous"] else facts["makespan"]
     return seconds
 
 
@@ -451,8 +456,9 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
     if schedule.pairs:
         facts["makespan_without_pairs"] = simulated_once(replace(schedule, pairs=frozenset()), timeline.costs).makespan
     if schedule.updates is not None:
-        facts["period"] = consecutive_steps(schedule, timeline.costs, steps=1).period
-        facts["bubble_rate"] = 1 - timeline.ideal / facts["period"] if facts["period"] else 0.0
+        steps = consecutive_steps(schedule, timeline.costs, steps=1)
+        facts |= {"period": steps.period, "gain": steps.gain}
+        facts["bubble_rate"] = 1 - timeline.ideal / steps.synchronous
     return facts
 
 
