@@ -52,6 +52,11 @@ FEW = ("1f1b", "zb-h1", "zbv", "v-half")
 """Schedules without the many numbers of chunks of Megatron's interleaved one, which take seconds to compare."""
 
 
+def of_many_queues(run: Run) -> Run:
+    """The run on devices of which Megatron demands no single hardware queue, so that the planner's prices are the answer's."""
+    return replace(run, cluster=replace(run.cluster, max_connections=None))
+
+
 def check_proposals(advice: Advice) -> None:
     assert advice.proposals and next(iter(advice.proposals.values())).order.name == "zb-h1"
     for kind, way in advice.proposals.items():
@@ -64,7 +69,8 @@ def check_proposals(advice: Advice) -> None:
 
 def test_proposals_hold_what_they_promise_at_the_planners_prices():
     """One of them computes the head's weight gradient in I, and one runs W earlier, so that they fit the run's memory."""
-    advice = advise(NEAR, names=FEW)
+    near = of_many_queues(NEAR)
+    advice = advise(near, names=FEW)
     check_proposals(advice)
     ways = {way.order.name: way for way in advice.proposals.values()}
     assert {name: way.run.schedule.early_wgrad for name, way in ways.items()} == {
@@ -74,7 +80,7 @@ def test_proposals_hold_what_they_promise_at_the_planners_prices():
     cut = LLAMA.parallelism
     allowed = {key: [getattr(cut, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
     for name, way in ways.items():
-        run = replace(NEAR, schedule=replace(LLAMA.schedule, early_wgrad=way.run.schedule.early_wgrad))
+        run = replace(near, schedule=replace(LLAMA.schedule, early_wgrad=way.run.schedule.early_wgrad))
         named = {"schedule": [name], "recompute": [run.schedule.recompute], "variant": ["plain"]}
         (planned,) = plan(run, memory=1e13, limits=Limits({**allowed, **named}), search_seconds=0).plans
         assert (way.seconds, way.peak_bytes) == (planned.seconds, planned.peak_bytes)
@@ -110,7 +116,7 @@ def of_large_vocabulary(**settings: object) -> Run:
 
 
 def test_a_large_vocabulary_is_cut_where_that_is_faster():
-    run = of_large_vocabulary()
+    run = of_many_queues(of_large_vocabulary())
     whole, advice = advise(run, names=FEW), advise(run, names=FEW, may_cut_vocabulary=True)
     cut = advice.proposals[CUT]
     assert advice.best is cut and CUT not in whole.proposals
@@ -128,13 +134,13 @@ def test_a_large_vocabulary_is_cut_where_that_is_faster():
 
 def test_a_cut_vocabulary_is_priced_only_where_equal_ranks_would_gain_by_it(monkeypatch):
     monkeypatch.setattr(advice_module, "with_cut_vocabulary", None)  # calling it would raise
-    assert CUT not in advise(LLAMA, names=FEW, may_cut_vocabulary=True).proposals
+    assert CUT not in advise(of_many_queues(LLAMA), names=FEW, may_cut_vocabulary=True).proposals
 
 
 def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     cut = LLAMA.parallelism
     sizes = replace(cut, micro_batch=1, global_batch=2 * cut.dp)
-    run = replace(LLAMA, model=replace(LLAMA.model, sequence=2**17), parallelism=sizes)
+    run = of_many_queues(replace(LLAMA, model=replace(LLAMA.model, sequence=2**17), parallelism=sizes))
     assert "same memory, slices" not in advise(run).proposals
     advice = advise(run, may_slice=True)
     way = advice.proposals["same memory, slices"]
@@ -150,6 +156,18 @@ def test_few_microbatches_of_long_sequences_are_cut_into_slices():
     limits = Limits({**allowed, **named, "recompute": [run.schedule.recompute], "variant": ["plain"]})
     (planned,) = plan(run, memory=1e13, limits=limits, search_seconds=0).plans
     assert (way.seconds, way.peak_bytes) == (planned.seconds, planned.peak_bytes)
+
+
+@pytest.mark.parametrize(("microbatches", "usual", "demanded"), [(8, ["gis"], ["zbv"]), (30, ["gis"], [])])
+def test_proposals_are_those_of_the_order_that_devices_demand(microbatches, usual, demanded):
+    """The fastest order in many queues is not the fastest in one, or not faster than stock's, which stays as long."""
+    run = stock("98b-40xa100", chunks=2, global_batch=microbatches)
+    free, queued = (advise(one, names=("gis", "zbv")) for one in (of_many_queues(run), run))
+    for advice, names in ((free, usual), (queued, demanded)):
+        assert [way.order.name for way in advice.proposals.values()] == names
+        assert all(way.seconds < advice.today.seconds * (1 - AS_FAST) for way in advice.proposals.values())
+    assert free.today.seconds == queued.today.seconds and free.one_queue is None
+    assert (queued.one_queue is not None) == bool(demanded)
 
 
 def test_a_long_step_stays_as_it_is():
@@ -193,7 +211,7 @@ def test_what_cannot_work_as_it_stands_is_said_first():
 )
 def test_layout_auto_is_priced_as_computed(choice):
     run = uneven(layers=30, pipemem_layout="auto", no_rope_fusion=True, transformer_impl="local")
-    run = replace(run, schedule=replace(run.schedule, **choice))
+    run = of_many_queues(replace(run, schedule=replace(run.schedule, **choice)))
     computed, today = at_start(run).best, advise(run, names=()).today
     assert today.step.layers == computed.layers != layout.even(run.model, len(computed.layers))
     assert today.seconds == pytest.approx(computed.seconds, rel=1e-9)

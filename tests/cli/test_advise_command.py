@@ -147,6 +147,25 @@ def test_bad_input_is_named(refuses, script, arguments, code):
     assert line.endswith(f"[{code}]")
 
 
+@pytest.mark.parametrize(
+    ("flags", "replaced"),
+    [
+        ("--pipemem-schedule zb-h1", "--pipemem-schedule zb-h1"),
+        ("--pipemem-schedule gis --pipemem-option=chunks=2", "--pipemem-option chunks=2 --pipemem-schedule gis"),
+    ],
+)
+def test_flags_of_the_script_that_get_another_value_are_left_out(pipemem, tmp_path, flags, replaced):
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT.replace("--data-path $DATA", flags), encoding="utf-8")
+    answer = pipemem("advise", path, "--env", "NNODES=2").stdout.splitlines()
+    assert answer[1].startswith("--pipemem-schedule zbv")
+    assert answer[2] == f"leave out: {replaced}"
+    assert (
+        "+    --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --pipemem-schedule zbv"
+        in pipemem("advise", path, "--env", "NNODES=2", "--diff").stdout
+    )
+
+
 def test_a_launch_checks_itself_and_leaves(pipemem, shown, tmp_path, monkeypatch):
     program = tmp_path / "pretrain_gpt.py"
     program.write_text("raise SystemExit('it trains')", encoding="utf-8")

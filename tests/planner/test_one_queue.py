@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.tools.planner.one_queue import one_queue_slowdown, told_if_demanded
+from megatron_pipemem.tools.planner.one_queue import demands_one_queue, in_demanded_order, one_queue_slowdown
 from megatron_pipemem.tools.planner.pricing import as_it_stands
 from tests.planner.small_run import CLUSTER, RUN
 
@@ -40,17 +42,29 @@ def test_a_step_is_longer_by_what_its_messages_hold_up(schedule, microbatches):
     assert one_queue_slowdown(way) >= 1 - 1e-9
 
 
-def test_only_runs_of_which_megatron_demands_it_are_told():
-    today = as_it_stands(run_of("stock", tp=2))
+@pytest.mark.parametrize("algorithm", ["1", "2"])
+def test_a_cut_vocabulary_has_seconds_in_one_queue(algorithm):
+    run = run_of("zbv", tp=2)
+    way = as_it_stands(replace(run, schedule=replace(run.schedule, vocab_cut=algorithm)))
+    costs, order = way.step.costs, build_schedule("zbv", num_devices=4, num_microbatches=8)
+    order = with_vocabulary(order, BARRIERS_OF_ALGORITHM[int(algorithm)], costs)
+    seconds = run_single_queues(lower(order, single_queue=True, costs=costs), costs).makespan
+    assert in_demanded_order(way).makespan == pytest.approx(seconds)
+    assert seconds > way.makespan
+
+
+def test_only_our_schedules_change_and_only_if_megatron_demands_it():
     way = as_it_stands(run_of("v-half", tp=2))
-    seconds = way.makespan * one_queue_slowdown(way) + way.step.outside_seconds
-    text = told_if_demanded({"more memory": way, "tuned": today}, today)
-    assert (
-        f"more memory {seconds:.2f} s ({seconds / today.seconds - 1:+.1%} against today)" in text
-        and "tuned" not in text
-    )
-    text = told_if_demanded({"more memory": way}, way)
-    assert f"today {seconds:.2f} s; more memory {seconds:.2f} s (+0.0% against today)" in text, "both in one queue"
-    for other in (run_of("stock"), run_of("stock", tp=2, connections=None)):
-        assert told_if_demanded({"more memory": way}, as_it_stands(other)) is None
-    assert one_queue_slowdown(today) is None and told_if_demanded({"tuned": today}, today) is None
+    slowed = in_demanded_order(way)
+    assert slowed.seconds == way.makespan * one_queue_slowdown(way) + way.step.outside_seconds > way.seconds
+    assert slowed.idle_rate > way.idle_rate
+    stock = as_it_stands(run_of("stock", tp=2))
+    free = [as_it_stands(run_of("v-half")), as_it_stands(run_of("v-half", tp=2, connections=None))]
+    for other in (stock, *free):
+        assert in_demanded_order(other) is other
+    assert one_queue_slowdown(stock) is None
+
+
+def test_orders_that_are_not_a_familys_keep_their_seconds():
+    way = as_it_stands(run_of("auto", tp=2))
+    assert demands_one_queue(way) and in_demanded_order(way) is way

@@ -29,6 +29,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.stream import LEAST_GAIN, consecutive_steps
 from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.tools.cli.plan import changes as plan_changes
 from megatron_pipemem.tools.config.cluster import GIB, HostChannel
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
@@ -40,12 +41,13 @@ from megatron_pipemem.tools.planner.memory import predicted_memory
 from megatron_pipemem.tools.planner.parameter_bytes import DISTRIBUTED
 from megatron_pipemem.tools.planner.planning import WAITS, PlanningInterrupted, plan
 from megatron_pipemem.tools.planner.prices import layer
+from megatron_pipemem.tools.planner.pricing import is_stocks_order
 from megatron_pipemem.tools.planner.profile import from_formulas
 from megatron_pipemem.tools.planner.replay import family_options, family_schedule
 from megatron_pipemem.tools.planner.space import Limits, cuts, orders
 from megatron_pipemem.tools.planner.step import price
 from megatron_pipemem.tools.planner.variants import PLAIN, Variant, register_variant, run_step
-from megatron_pipemem.tools.planner.ways import Way, facts, gibibytes, gibibytes_more
+from megatron_pipemem.tools.planner.ways import Way, facts, first_as_fast, gibibytes, gibibytes_more
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 
@@ -327,6 +329,43 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     assert max(predicted_memory(run).device_bytes) == pytest.approx(max(best["peak_bytes"]))
     launched = pipemem("launch", target, "--print", "--node-rank", "0", "--master-addr", "h")
     assert launched.exit_code == 0 and f"--pipemem-schedule {best['schedule']}" in launched.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "first"),
+    [
+        ({"auto": 1.0, "gis": 1.002, "interleaved": 1.009}, "interleaved"),
+        ({"auto": 1.0, "gis": 1.009, "interleaved": 1.02}, "gis"),
+        ({"auto": 1.0, "gis": 1.02, "interleaved": 1.03}, "auto"),
+    ],
+)
+def test_the_first_row_changes_least_of_those_that_are_as_fast(seconds, first):
+    limits = Limits(
+        {
+            "schedule": ["gis", "interleaved"],
+            "pp": [4],
+            "tp": [1],
+            "variant": ["plain"],
+            "chunks": [2],
+            "micro_batch": [1],
+        }
+    )
+    plans = {way.schedule: way for way in plan(RUN, limits=limits, search_seconds=0).plans}
+    plans["auto"] = replace(plans["gis"], order=replace(plans["gis"].order, name="auto"))
+    ways = [replace(plans[name], makespan=s - plans[name].step.outside_seconds) for name, s in seconds.items()]
+    assert first_as_fast(sorted(ways, key=plan_changes), ways[0]).schedule == first
+
+
+def test_orders_that_stock_runs_are_marked():
+    limits = Limits({"schedule": ["1f1b", "interleaved", "gis"], "pp": [1, 4], "tp": [1], "recompute": ["none"]})
+    ways = plan(RUN, limits=limits, top=200, search_seconds=0).plans
+    of_stock = {(way.schedule, way.variant) for way in ways if is_stocks_order(way)}
+    assert of_stock == {("1f1b", "plain"), ("interleaved", "plain")}
+    late = plan(replace(RUN, schedule=replace(RUN.schedule, overlap_steps=True)), limits=limits, search_seconds=0).plans
+    assert late and not any(is_stocks_order(way) for way in late if way.run.parallelism.pp > 1)
+    odd = replace(RUN, parallelism=replace(RUN.parallelism, global_batch=5 * CLUSTER.num_devices // 4))
+    five = plan(odd, limits=Limits({"schedule": ["interleaved"], "pp": [4], "tp": [1]}), search_seconds=0).plans
+    assert five and not any(is_stocks_order(way) for way in five if way.run.parallelism.microbatches == 5)
 
 
 def test_an_interrupt_keeps_the_plans_found_before_it(tmp_path, monkeypatch):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from operator import attrgetter
 from typing import Literal
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.flags import Flags
 from megatron_pipemem.model import cut_flags, layout
-from megatron_pipemem.queues import one_queue_of
+from megatron_pipemem.queues import CONNECTIONS, one_queue_of
 from megatron_pipemem.schedule.display import rare_collection
 from megatron_pipemem.schedule.options import OFF, STOCK, VocabularyCut
 from megatron_pipemem.tools.config import run_layout
@@ -21,7 +22,7 @@ from megatron_pipemem.tools.launch.command import all_flags
 from megatron_pipemem.tools.launch.feasibility import check_sizes, refusal
 from megatron_pipemem.tools.planner.balance import balance, laid_out, without_layout
 from megatron_pipemem.tools.planner.host import bound_by_host
-from megatron_pipemem.tools.planner.one_queue import told_if_demanded
+from megatron_pipemem.tools.planner.one_queue import demands_one_queue, in_demanded_order, one_queue_slowdown
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.pricing import STOCKS, Layouts, as_it_stands, priced_with, with_cut_vocabulary
 from megatron_pipemem.tools.planner.replay import shortest
@@ -34,7 +35,7 @@ from megatron_pipemem.tools.planner.space import (
     without_overlap,
 )
 from megatron_pipemem.tools.planner.variants import BESIDE_COLLECTIVES
-from megatron_pipemem.tools.planner.ways import Way
+from megatron_pipemem.tools.planner.ways import AS_FAST, Way, first_as_fast
 
 OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
 """Schedules that a run is compared under, those with the fewest changes to a run first."""
@@ -42,8 +43,6 @@ OF_PAIRS = (*OURS, "dualpipe-v")
 """Schedules that a run in pairs is compared under."""
 SAME_MEMORY = 0.02
 """Fraction of a peak within which another peak counts as equal."""
-AS_FAST = 0.01
-"""Fraction of a step within which another step counts as equally long."""
 WORTH_A_ROW = AS_FAST / 2
 """Fraction of a step by which tuned stock has to be faster than the run to be shown, and preferred if it is as fast as ours."""
 ROOM = 0.05
@@ -77,6 +76,12 @@ PAIRED = "pairs"
 """The kind of a proposal that runs forwards and backwards in pairs. It may need more memory than today, if devices have it."""
 
 
+_DEMANDED = (
+    f"Megatron demands {CONNECTIONS}=1 of this run, so seconds of our schedules are those of their order for one hardware "
+    "queue; Megatron's own are taken to stay as long"
+)
+
+
 @dataclass(frozen=True)
 class Advice:
     """The run as it is, and the schedules that are proposed for it."""
@@ -97,13 +102,15 @@ class Advice:
 
     @cached_property
     def one_queue(self) -> str | None:
-        """Why our schedules need the order for one hardware queue, or their steps in it if only some GPUs need it.
-
-        ``None`` if no schedule of ours is shown, or if none needs it.
-        """
-        if all(way.is_stock for way in (self.today, *self.proposals.values())):
+        """Why our schedules run by the order for one hardware queue; ``None`` if none of ours is shown, or none needs it."""
+        ours = [way for way in (self.today, *self.proposals.values()) if not way.is_stock]
+        if not ours:
             return None
-        return one_queue_of(self.today.run.flags) or told_if_demanded(self.proposals, self.today)
+        reason = one_queue_of(self.today.run.flags)
+        if reason is not None or not any(map(demands_one_queue, ours)):
+            return reason
+        unknown = not self.today.is_stock and one_queue_slowdown(self.today) is None
+        return _DEMANDED + "; today's seconds are those of the usual order" * unknown
 
 
 @rare_collection()
@@ -130,7 +137,7 @@ def advise(
             "the run has one pipeline rank, and no schedule changes its step; pipemem plan ranks other parallel sizes",
         )
     run, fails = _that_starts(laid_out(run), slowdown)
-    today = as_it_stands(run, slowdown)
+    today = _as_it_stands(run, slowdown)
     refused_today = refusal_of(today)
     if refused_today is not None and refused_today.code != "does-not-fit":
         raise refused_today
@@ -142,8 +149,14 @@ def advise(
     counts, why_whole = proposed_slices(run) if may_slice else ((), None)
     bare = _without_recomputation(today, slowdown)
     layouts: Layouts = {}
+    # A way that is slower in the usual order is slower still in one queue, and is proposed only if today's does not fit.
+    slowest = inf if excess else today.seconds * (1 + AS_FAST)
     ways = {
-        kind: [way for base, name in rows for way in priced_with(base, name, slowdown, layouts)]
+        kind: [
+            in_demanded_order(way) if way.seconds <= slowest else way
+            for base, name in rows
+            for way in priced_with(base, name, slowdown, layouts)
+        ]
         for kind, rows in _candidates(run, bare, names, counts, may_pair_passes).items()
     }
     ways["sliced"] = _worth_slicing(today, ways, memory)
@@ -193,12 +206,16 @@ def _that_starts(run: Run, slowdown: MeasuredSlowdown | None) -> tuple[Run, str 
     return run, fails or uncut
 
 
+def _as_it_stands(run: Run, slowdown: MeasuredSlowdown | None) -> Way:
+    return in_demanded_order(as_it_stands(run, slowdown))
+
+
 def _without_recomputation(today: Way, slowdown: MeasuredSlowdown | None) -> Way | None:
     """Return the run without recomputation; ``None`` if it has none, or is as fast with it."""
     run = today.run
     if run.schedule.recompute == "none":
         return None
-    bare = as_it_stands(replace(run, schedule=replace(run.schedule, recompute="none")), slowdown)
+    bare = _as_it_stands(replace(run, schedule=replace(run.schedule, recompute="none")), slowdown)
     return bare if bare.gain(today) >= AS_FAST else None
 
 
@@ -259,7 +276,7 @@ def _worth_cutting(today: Way, whole: Sequence[Way], memory: float, slowdown: Me
     cut = (
         with_cut_vocabulary(way, algorithm, slowdown) for way, algorithm in rows[: max(1, _MOST_CUT_PASSES // passes)]
     )
-    return [way for way in cut if way is not None]
+    return [in_demanded_order(way) for way in cut if way is not None]
 
 
 def why_not_cut(run: Run) -> str | None:
@@ -290,16 +307,15 @@ def _best(
     if today.peak > memory and (fitting := [way for way in rows if way.peak <= room]):
         return min(fitting, key=_BY_SECONDS)
     limit = max(room, today.peak * (1 + SAME_MEMORY))
-    faster = [way for way in rows if way.peak <= limit and way.gain(today) >= AS_FAST]
-    if not faster:
+    faster = [way for way in rows if way.peak <= limit and way.gain(today) >= WORTH_A_ROW]
+    if all(way.gain(today) < AS_FAST for way in faster):
         return proposals.get(SMALLER)
-    least = max(WORTH_A_ROW, max(way.gain(today) for way in faster) - AS_FAST)
-    return next(way for way in rows if way.peak <= limit and way.gain(today) >= least)
+    return first_as_fast(faster, today)
 
 
 def _gains_without_overlap(run: Run, ways: Sequence[Way], slowdown: MeasuredSlowdown | None) -> bool:
     """Return whether one of ``ways`` is faster, in the same memory, than the run with its overlap within layers off."""
-    bare = as_it_stands(without_overlap(run), slowdown)
+    bare = _as_it_stands(without_overlap(run), slowdown)
     return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
 
 

@@ -85,7 +85,8 @@ def changes(consumer: Consumer, today: Run, way: Way, written: Flags) -> tuple[l
     gone: list[str] = []
     if consumer.setting is None:
         more, less = changed_flags(today, way.run)
-        less = _as_written(less, written) | _refused_beside(more, way, written)
+        stays = {name.partition("=")[0] for name in more if "=" in name}  # an option of a schedule, with another value
+        less = _without(_as_written(less, written), stays) | _refused_beside(more, way, written)
         foreign = {flag for flag in {*more, *less} if consumer.hook and flag.startswith("pipemem-")}
         return [*hook, *words(_without(more, foreign))], words(_without(less, foreign))
     for field, value in _changed_fields(today, way.run, way.step.placement.num_chunks).items():
@@ -101,7 +102,7 @@ _OTHER_NAMES = {VIRTUAL_STAGES: LAYERS_PER_STAGE, "recompute-granularity": "reco
 
 def _as_written(less: Flags, written: Flags) -> Flags:
     """Return those flags to remove that a command has, by the names that it writes; all if there is no command."""
-    names = [*less, *(_OTHER_NAMES[name] for name in less if name in _OTHER_NAMES)]
+    names = [*(name.partition("=")[0] for name in less), *(_OTHER_NAMES[name] for name in less if name in _OTHER_NAMES)]
     return {name: written[name] for name in names if is_given(written, name)} if written else less
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from megatron_pipemem.errors import ConfigError, readable
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.flags import words, words_by_flag
 from megatron_pipemem.model.cut_flags import RESHARDABLE, is_given, saves_optimizer_by_rank, upstream_faults
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.tools.advise.advice import AS_FAST, CUT, ROOM, SAME_MEMORY, WORTH_A_ROW, Advice, Way
@@ -260,6 +261,12 @@ def _shown(reading: Reading, advice: Advice, measured: bool) -> Iterator[Shown]:
 def _words_to_copy(reading: Reading, way: Way) -> Iterator[str]:
     """Yield each statement, and the flags, that make the run use ``way``, as a line; then the flags to leave out."""
     added, gone = changes(reading.consumer, reading.run, way, reading.flags)
+    replaced = {
+        flag: reading.flags[flag]
+        for flag in (word.removeprefix("--") for word in words_by_flag(added))
+        if reading.consumer.setting is None and is_given(reading.flags, flag)
+    }
+    gone += words(replaced)
     where, enabled = reading.consumer.where, call(way)
     yield from [enabled] if where is not None and enabled is not None else []
     yield from added if reading.consumer is BRIDGE else [shlex.join(added)] if added else []
@@ -400,16 +407,19 @@ def _answer(reading: Reading, advice: Advice) -> tuple[str, Way | None]:
 
 
 def _misfit(reading: Reading, advice: Advice) -> str:
-    """Return the beginning of the answer for a run that exceeds its devices' memory; empty if it fits."""
+    """Return the beginning of the answer for a run that does not start or fit as it is; empty if it does both."""
+    starts = (
+        "" if advice.fails is None else 'Megatron stops at the run as it is; today is the run that starts ("fails"): '
+    )
     if not advice.excess:
-        return ""
+        return starts
     ways = (advice.stock, advice.needless, *advice.proposals.values())
     fits = any(way is not None and way.peak <= reading.run.cluster.memory_bytes for way in ways)
     others = (
         ", and no row below fits either (advise --write RUN.yaml, then plan RUN.yaml, ranks other parallel sizes); if it runs "
         "all the same, "
     )
-    return f"does not fit by these prices: {_of_device(reading, advice.today)}{'; ' if fits else others}"
+    return f"{starts}does not fit by these prices: {_of_device(reading, advice.today)}{'; ' if fits else others}"
 
 
 def _of_device(reading: Reading, today: Way) -> str:
@@ -437,7 +447,11 @@ def _preferred(advice: Advice) -> str | None:
     if best is None or advice.excess:
         return None
     faster = [f'"{kind}"' for kind, way in advice.proposals.items() if way.seconds < best.seconds]
-    return f"{', '.join(faster)} would be less than {AS_FAST:.0%} faster, and change more" if faster else None
+    return (
+        f"{', '.join(faster)} would save less than {AS_FAST:.0%} more of today's step, and change more"
+        if faster
+        else None
+    )
 
 
 def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:

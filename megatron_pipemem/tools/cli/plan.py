@@ -49,7 +49,7 @@ from megatron_pipemem.tools.planner.explanation import measured_slowdown_of
 from megatron_pipemem.tools.planner.host import bound_by_host
 from megatron_pipemem.tools.planner.planning import PlanningInterrupted, plan
 from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
-from megatron_pipemem.tools.planner.pricing import as_it_stands
+from megatron_pipemem.tools.planner.pricing import as_it_stands, is_stocks_order
 from megatron_pipemem.tools.planner.slices import doubt_of
 from megatron_pipemem.tools.planner.space import (
     KEYS,
@@ -59,7 +59,7 @@ from megatron_pipemem.tools.planner.space import (
     is_stocks,
     without_overlap,
 )
-from megatron_pipemem.tools.planner.ways import Answer, Way, facts, gibibytes, run_files
+from megatron_pipemem.tools.planner.ways import Answer, Way, facts, first_as_fast, gibibytes, run_files
 from megatron_pipemem.tools.report.terminal import FittingTable
 
 _LEAST_GAIN = 0.001
@@ -142,6 +142,11 @@ def plan_command(
                     raise
                 answer = interrupt.answer
             is_interrupted, output = True, None  # the best so far need not be the best
+    if answer.plans:
+        better = [way for way in answer.plans if today is not None and way.gain(today) >= _LEAST_GAIN]
+        preferred = first_as_fast(sorted(better or answer.plans, key=changes), answer.plans[0])
+        others = [way for way in answer.plans if way is not preferred]
+        answer = replace(answer, plans=(preferred, *others))
     one_queue = None if all(is_stocks(way.run) for way in answer.plans) else one_queue_of(run.flags)
     first = next(iter(answer.plans), None) if today is None else today
     host = None if first is None else bound_by_host(first, slowdown)
@@ -184,6 +189,11 @@ def plan_command(
         raise UnsupportedError("nothing-fits", f"{run_file}: no plan is possible; {_advice(answer.rejected)}")
 
 
+def changes(way: Way) -> int:
+    """Return how much a plan's schedule changes: 0 for Megatron's own, 1 for a family of this package, 2 for a search."""
+    return 0 if way.is_stock or is_stocks_order(way) else 2 if way.schedule == AUTO else 1
+
+
 def _next_step(output: Path | None) -> str:
     """Return the commands that start the best plan, which ``--output`` writes."""
     path = output or Path("best.yaml")
@@ -203,6 +213,9 @@ def _answer(plans: Sequence[Way], today: Way | None, stock: Way | None, memory: 
         gain = best.gain(today)
         text += f", {abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'} than today's"
         text = f"no plan beats today's run; the fastest is {text}" if gain < _LEAST_GAIN and not large else text
+    fastest = min(plans, key=lambda way: way.seconds)
+    if best is not fastest:
+        text += f"; {_name(fastest)} is {fastest.gain(best):.1%} shorter than that, and changes more"
     if stock is not None and stock.peak <= memory and stock.seconds < best.seconds:
         text += f'; Megatron\'s own schedule in the row "tuned" is {stock.gain(best):.1%} shorter than that'
     if today is not None and large:
@@ -269,7 +282,7 @@ def _table(plans: Sequence[Way], today: Way | None, stock: Way | None) -> Fittin
     has_contexts = any(way.run.parallelism.cp > 1 for way in plans)
     for heading, way in (("today: ", today), ("tuned: ", stock)):
         if way is not None:
-            table.add_row(heading + _name(way, is_own=True), *_values(way, today, has_contexts))
+            table.add_row(heading + _name(way), *_values(way, today, has_contexts))
     for way in plans:
         table.add_row(_name(way), *_values(way, today, has_contexts))
     return table
@@ -291,17 +304,15 @@ def _legend(ways: Sequence[Way], has_today: bool) -> Iterator[str]:
         yield "no barrier: times as fast as with a barrier between steps"
     if any(way.has_earlier_weights for way in ways):
         yield "W earlier: so that no rank holds more than 1F1B's fullest"
+    if any(is_stocks_order(way) and not way.is_stock for way in ways):
+        yield "as stock: Megatron's own schedule runs it too (schedule: stock)"
 
 
-def _name(way: Way, is_own: bool = False) -> str:
-    """Return the name of a plan's schedule, with its chunks, slices and variant.
-
-    With ``is_own``, it is the user's run or its tuned form, whose ``stock`` may have flags of this package.
-    """
+def _name(way: Way) -> str:
+    """Return the name of a plan's schedule, with its chunks, slices and variant."""
     choice = way.run.schedule
     chunks = way.step.placement.num_chunks if way.schedule == AUTO else way.run.parallelism.chunks
-    is_stock = is_stocks(way.run) or (is_own and choice.name == STOCK)
-    name = f"stock {way.schedule}" if is_stock else way.schedule
+    name = f"stock {way.schedule}" if way.is_stock else way.schedule
     if chunks is not None:
         name += f" v={chunks}"
     if not way.units.are_whole:
@@ -309,6 +320,8 @@ def _name(way: Way, is_own: bool = False) -> str:
         name += " or more, by FLOPs" if choice.slice_cut == FLOPS else ""
     if way.has_earlier_weights:
         name += ", W earlier"
+    if is_stocks_order(way) and not way.is_stock:
+        name += " (as stock)"
     return name + way.variant_text
 
 

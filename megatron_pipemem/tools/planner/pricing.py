@@ -20,7 +20,7 @@ from megatron_pipemem.tools.planner.prices import MeasuredSlowdown
 from megatron_pipemem.tools.planner.replay import Order
 from megatron_pipemem.tools.planner.run_prices import RunPrices, priced, request_of
 from megatron_pipemem.tools.planner.space import Limits, orders, why_not_in_chunks
-from megatron_pipemem.tools.planner.variants import HOST_MEMORY
+from megatron_pipemem.tools.planner.variants import HOST_MEMORY, PLAIN
 from megatron_pipemem.tools.planner.ways import Way
 
 STOCKS = ("1f1b", "interleaved")
@@ -83,11 +83,7 @@ def priced_with(
     memory = run.cluster.memory_bytes
     for candidates in orders(base, Limits({"schedule": [name]}), Counter()).values():
         for order in candidates:
-            chunked = (order.chunks or 1) > 1
-            if is_stock and chunked and why_not_in_chunks(run) is not None:
-                continue
-            # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
-            if is_stock and chunked and run.model.least_first:
+            if is_stock and not _stock_takes_chunks(run, order.chunks):
                 continue
             own = replace(base, parallelism=replace(base.parallelism, chunks=order.chunks))
             try:
@@ -105,6 +101,23 @@ def priced_with(
             yield way
             if (early := _with_early_head(way)) is not None:
                 yield priced(early, slowdown, _always(way.layers), memory)
+
+
+def is_stocks_order(way: Way) -> bool:
+    """Return whether a way has one of Megatron's own orders, so that ``stock`` runs it as well as this package."""
+    added = way.variant != PLAIN or not way.units.are_whole or way.run.pairs or way.run.schedule.overlap_steps
+    return (
+        way.order.name in STOCKS
+        and not added
+        and 0 not in way.layers[1:-1]
+        and _stock_takes_chunks(way.run, way.order.chunks)
+    )
+
+
+def _stock_takes_chunks(run: Run, chunks: int | None) -> bool:
+    """Return whether Megatron's own schedule runs this number of chunks per rank."""
+    # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
+    return (chunks or 1) == 1 or (why_not_in_chunks(run) is None and not run.model.least_first)
 
 
 def with_cut_vocabulary(way: Way, algorithm: VocabularyCut, slowdown: MeasuredSlowdown | None) -> Way | None:

@@ -7,6 +7,7 @@ parallelism, the order and its variants, ``advise`` the order and the layout, ``
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -238,6 +239,16 @@ class Way:
         text = f"{cause} {seconds / self.seconds:.1%}"
         gained = self.memory_seconds / self.seconds
         return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
+
+
+AS_FAST = 0.01
+"""Fraction of a step within which another step counts as equally long."""
+
+
+def first_as_fast(ways: Sequence[Way], base: Way) -> Way:
+    """Return the first of ``ways`` that is as fast as the fastest of them, within ``AS_FAST`` of a step of ``base``."""
+    slowest = min(way.seconds for way in ways) + AS_FAST * base.seconds
+    return next(way for way in ways if way.seconds <= slowest)
 
 
 def run_files(way: Way, path: Path) -> dict[Path, str]:
