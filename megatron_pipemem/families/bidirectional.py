@@ -77,7 +77,7 @@ def _device_passes(device: int, p: int, n: int) -> list[Pass]:
 DUALPIPE_V = built_in(
     name="dualpipe-v",
     build=dualpipe_v,
-    summary="1F1B's memory and one chunk more; in the steady state every forward is followed by a backward.",
+    summary="1F1B's memory and one chunk more; in the steady state every forward is followed by a B.",
     peak=Formula("1 + 1/(2p)", lambda p, m, **_: min(2 * p + 1, 2 * m) / (2 * p)),
     bubble=Formula("(p-1)F/2 if F = I = W", lambda p, f, **_: (p - 1) * f / 2),
     source="arXiv 2412.19437, section 3.2.1",

@@ -124,8 +124,8 @@ ZBV = built_in(
 V_HALF = built_in(
     name="v-half",
     build=v_half,
-    summary="About 1/2 + 1/p of 1F1B's memory, and half of its bubble if F, I and W are equally long; if W is short and "
-    "microbatches are many, a longer bubble than 1F1B's.",
+    summary="About 1/2 + 1/p of 1F1B's memory, and at most half of its bubble if F, I and W are equally long and m >= p; if "
+    "W is short and microbatches are many, a longer bubble than 1F1B's.",
     peak=Formula("(floor((p+2)/2)+n-1)/(pn)", lambda p, m, n, **_: min((p + 2) // 2 + n - 1, m * n) / (p * n)),
     bubble=Formula("if F = I = W: max(3p-5-2n, 2p-3) F/(2n); for odd p max(3p-2-2n, 2p-2) F/(2n)", _bubble_of_v_half),
     source="arXiv 2405.15362, section 3 and appendix",

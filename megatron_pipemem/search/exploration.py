@@ -99,7 +99,7 @@ class Clock:
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
-        tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s of this search left at most")
+        tell(self.state)
 
     def _seconds_per_pass(self, step: SearchStep) -> float:
         """Return the seconds per pass of a part: measured last, or assumed and scaled by the speed of ``FIRST``."""

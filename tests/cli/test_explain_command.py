@@ -37,6 +37,14 @@ def test_what_costs_most_comes_first(pipemem, run):
     assert told.stdout == pipemem("explain", run() / "report.json").stdout
 
 
+def test_a_cause_that_is_equal_on_all_ranks_has_no_column(pipemem, run):
+    step = as_measured(build_schedule("1f1b", num_devices=4, num_microbatches=8), Costs(0.01, 0.01, 0.01))
+    told = pipemem("explain", run(spans=[" ".join(f"{start}-{end}" for start, end in spans) for spans in step.spans]))
+    heading = next(line for line in told.stdout.splitlines() if line.startswith(" rank "))
+    assert heading.split() == ["rank", "computes", "idles"]
+    assert "on every rank, warm-up and drain 90" in told.stdout, "(p - 1) (F + B)"
+
+
 def test_with_the_run_it_advises_at_the_measured_times(pipemem, pipemem_json, refuses, run):
     """``explain REPORT RUN`` is ``advise RUN --costs REPORT``."""
     of_llama = run(layers=[8] * 4)

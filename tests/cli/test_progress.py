@@ -51,16 +51,16 @@ def what_is_told(monkeypatch, work) -> str:
     [
         (
             lambda: search_schedule(num_devices=4, num_microbatches=6, costs=COSTS, seconds=0.6, memory_cap=0.75),
-            (
-                "orders of families on 3 more placements; best makespan so far ",
-                "improving",
-                "lower bound ",
-                " 0 s of this search left at most",
-            ),
+            ("orders of families on 3 more placements; best makespan so far ", "improving", "lower bound "),
         ),
         (
-            lambda: choices(2, 4, COSTS, [0.5, 1.0], 0.2),
-            ("families; 2 searches to come", "memory cap 0.5, search 1 of 2, at most 0 s for all: ", "search 2 of 2"),
+            lambda: choices(2, 4, COSTS, [0.5, 1.0], 0.2, barriers=(0, 1)),
+            (
+                "families; 4 searches in all",
+                "memory cap 0.5, search 1 of 4: ",
+                "memory cap 0.5, search 3 of 4",
+                "search 4 of 4",
+            ),
         ),
         (
             lambda: choose(OFFLOADING, Shape(2, None, 4), Knowledge(COSTS)),

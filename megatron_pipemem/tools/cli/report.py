@@ -202,7 +202,7 @@ def trace(
 ) -> None:
     """Show a measured step and its plan in Perfetto.
 
-    The file has two processes: the run's schedule simulated with the measured times, and the measured step. Open it at
+    Process 0 is the run's schedule, simulated with the measured times. Process 1 is the measured step. Open the file at
     https://ui.perfetto.dev. Stock Megatron's own schedule is shown too, if the run has the flags
     `--pipemem-schedule stock --pipemem-report FILE`.
 

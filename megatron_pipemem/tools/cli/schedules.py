@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import AUTO, Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate
@@ -179,7 +180,10 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
 
 
 def _backward(chosen: Family) -> str:
-    return "I and W" if chosen.splits_backward else "B"
+    if not chosen.splits_backward:
+        return "B"
+    fused = any(action.kind is Kind.B for order in chosen.example.orders for action in order)
+    return "B, or I and W, as in the picture" if fused else "I and W"
 
 
 def _needs(chosen: Family) -> list[str]:

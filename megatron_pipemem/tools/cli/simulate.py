@@ -593,7 +593,7 @@ def pareto(
         str | None,
         typer.Option(metavar="X,Y,...", help="Memory caps of the searches; 1 is the peak of 1F1B."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Longest time of each search.")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Processor seconds of each search.")] = 10.0,
     show_all: Annotated[bool, typer.Option("--all", help="List also the dominated schedules.")] = False,
     yes: Yes = False,
     output: Annotated[Path | None, typer.Option(help="Picture file: .png or .svg.")] = None,

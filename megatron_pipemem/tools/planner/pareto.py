@@ -5,6 +5,7 @@ A schedule is dominated if another one is no worse in memory and time, and bette
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -61,25 +62,25 @@ def choices(
     to ``max_chunks`` chunks. Orders are fitted to ``costs``. ``priced`` returns the costs of a schedule for the
     comparison, if those differ (by the LM head, for example). ``caps`` are in the unit of the memory of ``costs``. Caps
     that no schedule keeps are left out. ``barriers`` lists numbers of vocabulary barriers, 0 for none. ``seconds`` is
-    the time limit of one search.
+    the limit of one search's processor time.
     """
     costs = costs or Costs()
     costs.require_alike("the table of all schedules")
     size, shape = (num_devices, num_microbatches), Shape(num_devices, None, num_microbatches)
     options = {"max_chunks": max_chunks, "seconds": seconds}
     candidates: list[tuple[Schedule, float | None]] = []
+    searches, num_searches = itertools.count(1), len(barriers) * len(caps)
     for count in barriers:
-        tell(lambda: f"families; {len(caps)} searches to come")
+        tell(lambda: f"families; {num_searches} searches in all")
         if count:
             family_schedules = families_with_passes(*size, costs, count, max_chunks)
         else:
             family_schedules = list(synchronous_schedules(*size, costs, max_chunks))
         candidates += ((schedule, None) for schedule in family_schedules)
         knowledge = Knowledge(costs, vocabulary_schedules=tuple(family_schedules) if count else None, cache=cache)
-        for number, cap in enumerate(caps):
-            at_most = (len(caps) - number) * seconds
+        for cap in caps:
             request = Request.for_search(MemoryCap(cap, costs.memory is not None), options, count)
-            progress = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
+            progress = f"memory cap {cap:.4g}, search {next(searches)} of {num_searches}"
             with suppress(PipememError), doing(progress):
                 candidates.append((choose(request, shape, knowledge).schedule, cap))
     timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in candidates]

@@ -49,19 +49,19 @@ class Point:
 
 
 def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
-    """Return a table of the points, sorted by peak. Points that are not dominated have a mark, the others are dim.
+    """Return a table of the points, sorted by peak. Dominated points are dim, and if there are any, the others have a mark.
 
     With ``in_bytes`` the caption says that peaks are shares of 1F1B's bytes, otherwise activation units.
     """
-    columns = ("front", "schedule", "chunks", "placement", "peak", "bubble")
-    caption = (
-        "front: * if no other schedule has both a lower peak and a smaller bubble; bubble: idle share of the busiest "
-        f"device; peak: in {_unit(in_bytes)}"
-    )
-    rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=caption)
+    marks = ("front",) if any(point.dominated for point in points) else ()
+    columns = (*marks, "schedule", "chunks", "placement", "peak", "bubble")
+    caption = f"bubble: idle share of the busiest device; peak: in {_unit(in_bytes)}"
+    if marks:
+        caption = f"front: * if no other schedule has both a lower peak and a smaller bubble; {caption}"
+    rows = FittingTable(columns, text=(*marks, "schedule", "placement"), caption=caption)
     for point in sorted(points, key=_by_peak):
         rows.add_row(
-            "" if point.dominated else "*",
+            *["" if point.dominated else "*" for _ in marks],
             (point.family or point.name) if point.cap is None else f"{point.family}, searched",
             str(point.chunks),
             point.placement,

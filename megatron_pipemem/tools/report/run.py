@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,27 +95,37 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
 def idle_table(facts: Mapping[str, Any]) -> FittingTable:
     """Return a table with each device's work and idle time, and the part of each cause that occurs.
 
-    ``facts`` is the result of ``planner.explanation.explain``.
+    Causes with the same time on all devices are in the caption. ``facts`` is the result of ``planner.explanation.explain``.
     """
-    causes = [cause for cause in CAUSES if any(row["causes_ns"][cause] for row in facts["idle"])]
+    occurring = [cause for cause in CAUSES if any(row["causes_ns"][cause] for row in facts["idle"])]
     unit, scale = _unit(facts["seconds"])
-    rows = FittingTable(
-        ("rank", "computes", "idles", *causes, "late ranks"),
-        text=("late ranks",),
-        title=f"rank by rank, in {unit}",
-        caption="idles: the sum of its causes, in the columns to the right; late ranks: their parts of late actions",
-    )
 
     def times(nanoseconds: Mapping[str, int], names: Iterable[str]) -> list[str]:
         return [f"{nanoseconds[name] / _NANOSECONDS * scale:.4g}" for name in names]
 
+    texts = {cause: [*chain(*(times(row["causes_ns"], [cause]) for row in facts["idle"]))] for cause in occurring}
+    causes = [cause for cause in occurring if len(set(texts[cause])) > 1]
+    alike = [f"{cause} {texts[cause][0]}" for cause in occurring if cause not in causes]
+    caption = "idles: the sum of the causes to the right" + (
+        f" and, on every rank, {', '.join(alike)}" if alike else ""
+    )
+    late_ranks = ("late ranks",) if LATE in occurring else ()
+    if late_ranks:
+        caption += f"; {LATE}: longer than their median over the microbatches; late ranks: the ranks that ran them"
+    rows = FittingTable(
+        ("rank", "computes", "idles", *causes, *late_ranks),
+        text=late_ranks,
+        title=f"rank by rank, in {unit}",
+        caption=caption,
+    )
     for row in facts["idle"]:
         latest = sorted(row["late_ns"].items(), key=lambda item: -item[1])[:2]
         waits = []
         for device, nanoseconds in latest:
             name = "itself" if int(device) == row["device"] else f"rank {device}"
             waits.append(f"{name} ({nanoseconds / _NANOSECONDS * scale:.3g})")
-        columns = [*times(row, ("work_ns", "idle_ns")), *times(row["causes_ns"], causes), ", ".join(waits)]
+        columns = [*times(row, ("work_ns", "idle_ns")), *times(row["causes_ns"], causes)]
+        columns += [", ".join(waits) for _ in late_ranks]
         rows.add_row(str(row["device"]), *columns)
     return rows
 
@@ -146,11 +157,13 @@ def _why(cause: str, facts: Mapping[str, Any]) -> str:
         return f"The slowest microbatch takes {ratio}. --pipemem-microbatch-costs FLOPs orders them for it"
     if cause == MESSAGES:
         links: Mapping[str, float] = facts["links"]
+        fewer = ", fewer chunks" if len(facts["stages"]) > facts["devices"] else ""
+        remedy = f"Faster links{fewer} or a schedule that computes meanwhile reduce this time"
         if not links:
-            return "They arrive late. A schedule with fewer chunks sends fewer"
+            return f"They arrive late. {remedy}"
         link = max(links, key=links.__getitem__)
         slowest_link = f"One from rank {link.replace('-', ' to ')} takes {seconds(links[link])}"
-        return f"{slowest_link}. A schedule with fewer chunks sends fewer"
+        return f"{slowest_link}. {remedy}"
     if cause == LATE:
         ranks: Counter[str] = Counter()
         for device in facts["idle"]:
