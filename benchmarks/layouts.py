@@ -10,6 +10,7 @@ step is a simulated one of 1F1B, or of the interleaved schedule if a rank has se
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,7 +66,8 @@ RECIPES = (
 """As of commit 067f987 (August 2026). The file's first layout is for 16 ranks of one chunk, and its third for 8 of two."""
 CAPTION = (
     "slowest rank, step: seconds with the layout of pipemem layout / with the one by hand; step, even split: with the even "
-    "split / by hand; most GiB of a rank: of pipemem layout, by hand"
+    "split / by hand; *: without recomputation, a rank exceeds the usable memory of its GPU, and pipemem layout prefers "
+    "the layout that exceeds it least"
 )
 COLUMNS = ("model", "ranks x chunks", "by hand", "`pipemem layout`", "slowest rank", "step", "step, even split")
 
@@ -88,16 +90,16 @@ def row(recipe: Recipe, layouts: Balance) -> tuple[str, ...]:
 
 
 def main() -> None:
-    console = Console(width=170, highlight=False)
-    table = FittingTable((*COLUMNS, "most GiB"), text=COLUMNS[:4], caption=CAPTION)
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
+    console = Console(width=120, highlight=False)
+    table = FittingTable(COLUMNS, text=COLUMNS[:4], caption=CAPTION)
     results = []
     for recipe in RECIPES:
         layouts = balance(recipe.run(), recipe.by_hand)
-        cells, most = (
-            row(recipe, layouts),
-            [way.peak / GIB for way in (layouts.best, layouts.own) if way is not None],
-        )
-        table.add_row(*cells, ", ".join(f"{ratio:.0f}" for ratio in most))
+        cells = row(recipe, layouts)
+        most = [way.peak / GIB for way in (layouts.best, layouts.own) if way is not None]
+        exceeds = max(most) * GIB > recipe.run().cluster.memory_bytes
+        table.add_row(cells[0], cells[1] + " *" * exceeds, *cells[2:])
         results.append({**dict(zip(COLUMNS, cells, strict=True)), "most_gib": most, "source": recipe.source})
     console.print(table)
     output = Path("out/benchmarks/layouts.json")
