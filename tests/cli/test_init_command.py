@@ -53,6 +53,14 @@ def test_every_shipped_model_has_a_beginning(pipemem, empty, name):
     assert told["reason"] is None or "GiB of" in told["reason"] or "geglu" in told["reason"], told["reason"]
 
 
+@pytest.mark.parametrize(("sizes", "static", "plans"), [(("-p", 2), True, False), (("-p", 2, "--tp", 8), False, True)])
+def test_remedies_are_those_that_help(pipemem, empty, sizes, static, plans):
+    told = " ".join(pipemem("init", "llama3-70b", *sizes).stderr.split())
+    assert ("alone need 609.0 GiB of its device's 76.6 GiB; take more tensor" in told) == static
+    assert ("recompute" in told) == (not static) and ("no parallel sizes fit on 8 devices" in told) == (not plans)
+    assert "pipemem plan llama3-70b.yaml" in told
+
+
 def test_layers_that_do_not_divide_get_a_layout(pipemem, empty):
     told = pipemem("init", "deepseek-v3", "-p", 16, "--dp", 64, "--ep", 64)
     assert told.exit_code == 0 and {"81.5", "76.6"} <= set(told.stderr.split())

@@ -43,7 +43,18 @@ def test_a_run_is_weighed_with_its_memory_and_its_own_layout(pipemem, pipemem_js
     assert answer["even_is_as_good"] and min(answer["layouts"]["best"]["rank_bytes"]) > 2**30
     said = pipemem("layout", RUNS / "98b-40xa100.yaml", "-m", 20).stdout
     assert "--pipemem-schedule v-half" in said and "GiB" in said
-    assert "is the best layout found; Megatron needs a layout flag for it, because" in " ".join(said.split())
+    words = " ".join(said.split())
+    assert "10 stages do not divide 78 layers" in words
+    assert ("keep your own layout" in words) == (
+        answer["layouts"]["given"]["layers"] == answer["layouts"]["best"]["layers"]
+    )
+
+
+def test_a_best_layout_that_does_not_fit_and_a_default_are_named(pipemem):
+    ask = ("layout", "nemotron-h-8b", "-p", 4, "-v", 2)
+    unknown, small = (" ".join(pipemem(*ask, *more).stdout.split()) for more in ((), ("--dp", 1)))
+    assert "does not fit into the 76.6 GiB" in small and "does not fit" not in unknown
+    assert "32 microbatches" in unknown and "without --dp, memory is not compared" in unknown
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,7 +47,8 @@ from megatron_pipemem.tools.launch.grid.points import GridPoint, label, load_poi
 from megatron_pipemem.tools.launch.grid.store import Result, Store, store_of_point
 from megatron_pipemem.tools.launch.slurm import Options, batch_file, check_here, printed
 from megatron_pipemem.tools.planner.run_prices import request_of, schedule_of
-from megatron_pipemem.tools.planner.space import OF_REPLICAS
+from megatron_pipemem.tools.planner.space import OF_REPLICAS, Limits, cuts
+from megatron_pipemem.tools.planner.step import least_static
 
 Set = Annotated[
     list[str] | None,
@@ -276,7 +278,10 @@ def init(
         report_note(f"{path}: {reason}")
     print_lines(path)
     starts = "" if reason is not None else f"; pipemem launch {path} starts it"
-    report_note(f"pipemem plan {path} ranks other parallel sizes and schedules{starts}")
+    ranks = f"pipemem plan {path} ranks other parallel sizes and schedules{starts}"
+    if not any(least_static(cut) <= run.cluster.memory_bytes for cut in cuts(run, Limits(), Counter())):
+        ranks = f"no parallel sizes fit on {run.cluster.num_devices} devices; with more nodes in {path}, {ranks}"
+    report_note(ranks)
 
 
 def _name(name_or_path: str, path: Path) -> str:

@@ -452,7 +452,9 @@ def layout_command(
         "even_is_as_good": comparison.even_is_as_good,
         "layouts": layouts,
     }
-    priced = [("priced for", f"{answer['cluster']}; --cluster NAME prices other devices")]
+    memory = "" if knows_memory else "; without --dp, memory is not compared"
+    assumed = f"{answer['cluster']}, {parts.microbatches} microbatches"
+    priced = [("priced for", f"{assumed}; --cluster NAME and --microbatches M give others{memory}")]
     print_answer(answer, (*_shown_layouts(run, comparison, layouts), priced), as_json)
 
 
@@ -593,9 +595,11 @@ def _verdict(run: Run, comparison: Balance, knows_memory: bool) -> str:
     if knows_memory and comparison.best.peak <= room < comparison.even.peak:
         text += f", but does not fit into the {gibibytes(room)} GiB of a device"
     if layout.uncut(run.model, stages) is None:
-        text += (
-            f"; Megatron needs a layout flag for it, because {stages} stages do not divide {run.model.layers} layers"
-        )
+        text += f"; {stages} stages do not divide {run.model.layers} layers, so Megatron cuts them only by a flag"
+    if comparison.own_layers == comparison.best.layers:
+        text += "; keep your own layout, which is the best"
+    if knows_memory and comparison.best.peak > room:
+        text += f"; the best layout does not fit into the {gibibytes(room)} GiB of a device"
     return text
 
 

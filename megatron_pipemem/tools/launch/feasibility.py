@@ -197,6 +197,14 @@ def _fits_in_memory(run: Run, request: Request) -> None:
     there, most = run.cluster.memory_bytes, max(memory.device_bytes)
     if most > there:
         rank = memory.device_bytes.index(most)
+        static = max(memory.static_bytes)
+        if static > there:
+            raise UnsupportedError(
+                "does-not-fit",
+                f"the parameters, gradients and optimizer of pipeline rank {memory.static_bytes.index(static)} alone need "
+                f"{static / GIB:.1f} GiB of its device's {there / GIB:.1f} GiB; take more tensor or pipeline ranks, and as "
+                "many more nodes",
+            )
         raise UnsupportedError(
             "does-not-fit",
             f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of its device's "

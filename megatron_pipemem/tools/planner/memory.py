@@ -23,6 +23,7 @@ class MemoryUse:
     """The peak bytes of every pipeline rank on its device and on its host."""
 
     device_bytes: tuple[float, ...]  # on its device, everything included
+    static_bytes: tuple[float, ...]  # of its parameters, gradients and optimizer on its device
     host_bytes: tuple[float, ...]  # of its activations and its optimizer on the host
     host_limit_bytes: float  # for a rank
 
@@ -94,4 +95,4 @@ def _use(run: Run, step: PlannedStep, device: tuple[float, ...], activations: tu
     room = (
         min(step.host_bytes + max(step.host_optimizer_bytes), run.cluster.host_bytes) if max(host) else step.host_bytes
     )
-    return MemoryUse(device, host, room)
+    return MemoryUse(device, step.static_bytes, host, room)
