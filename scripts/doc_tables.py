@@ -123,6 +123,8 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "cuda_graph_impl": "but `none`",
     ("GRAPHED_MODULES", "recompute_modules"): "",
     "fp8_recipe": "but `tensorwise`, `mxfp8`",
+    "fp4_recipe": "but `nvfp4`",
+    ("GRAPHED_FP4", "recompute_granularity"): "",
     "tensor_model_parallel_size": "above 1",
     ("UNCAPTURED", "cuda_graph_impl"): "`local`, or `transformer_engine` with more than whole backwards",
     ("WHOLE_STEP", "cuda_graph_impl"): "`full_iteration`",
