@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import add
 from pathlib import Path
@@ -18,7 +18,6 @@ from pathlib import Path
 from published.vocabulary_1f1b import step_seconds
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from megatron_pipemem.files import write_whole
@@ -27,11 +26,13 @@ from megatron_pipemem.model.model import Model
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import consecutive_steps
+from megatron_pipemem.tools.cli.common import showing
 from megatron_pipemem.tools.config.cluster import GIB, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Parallelism, Run, ScheduleChoice
@@ -132,6 +133,13 @@ class Row:
     note: str = ""  # cut and memory, or the reason of a missing prediction
 
 
+def _told[T](items: Sequence[T], name: str) -> Iterator[T]:
+    """Yield the items, and show on stderr how many there are."""
+    for number, item in enumerate(items, 1):
+        with doing(f"{name}, {number} of {len(items)}"):
+            yield item
+
+
 def machine(devices: int) -> Cluster:
     return replace(load(MACHINE, Cluster), nodes=devices // DEVICES_PER_NODE)
 
@@ -149,7 +157,7 @@ def grid_search() -> dict[str, list[Row]]:
         answers, moved = (
             [
                 _best(order, schedule=(family,), recompute=(recompute,), variant=(PLAIN,))
-                for _, family, recompute in track(GRID_ROWS, f"98.5B at {sequence}", transient=True)
+                for _, family, recompute in _told(GRID_ROWS, f"98.5B at {sequence}")
             ]
             for order in (published, run)
         )
@@ -193,7 +201,7 @@ def offloaded() -> dict[str, list[Row]]:
     """Compare pure pipelines that offload with tensor parallelism."""
     known = {variant.name for variant in variants()}
     rows = []
-    for name, sequence in track(OFFLOADED, "offload", transient=True):
+    for name, sequence in _told(OFFLOADED, "offload"):
         run = Run(replace(load(name, Model), sequence=sequence), machine(32), Parallelism(global_batch=256))
         # The paper recomputes norms, activations and dropout masks whenever it offloads.
         cheap = replace(run, schedule=ScheduleChoice(recompute="selective", recompute_modules=CHEAP))
@@ -238,7 +246,7 @@ def vocabulary() -> dict[str, list[Row]]:
     """Compare, for 1F1B in pure pipelines, a head on the last stage, layers moved away from it, and a cut head."""
     known = {variant.name: variant for variant in variants()}
     tables = {}
-    for (name, devices, sequence), methods in track(VOCABULARY.items(), "vocabulary", transient=True):
+    for (name, devices, sequence), methods in _told([*VOCABULARY.items()], "vocabulary"):
         rows = []
         base = 0.0
         for method, paper in methods.items():
@@ -365,7 +373,8 @@ def main() -> None:
     results: dict[str, list[dict]] = {}
     for name, compare in (("grid", grid_search), ("offload", offloaded), ("vocabulary", vocabulary)):
         if arguments.only in (None, name):
-            tables = compare()
+            with showing(name):
+                tables = compare()
             for title, rows in tables.items():
                 console.print(table(title, rows))
             console.print(f"Where they differ: {MISSES[name]}\n")

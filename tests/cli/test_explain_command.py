@@ -66,6 +66,7 @@ def test_with_the_run_it_advises_at_the_measured_times(pipemem, pipemem_json, re
 def test_json_says_the_same_and_adds_up(pipemem_json, run):
     facts = pipemem_json("explain", run())
     assert facts["seconds"] == pytest.approx(0.57)
+    assert facts["bubble_rate"] == pytest.approx(1 - 480 / 570), "of the same step as in the text"
     for rank in facts["idle"]:
         assert rank["work_ns"] + rank["idle_ns"] == round(facts["seconds"] * 1e9)
         assert sum(rank["causes_ns"].values()) == rank["idle_ns"]

@@ -68,7 +68,7 @@ def what_is_told(monkeypatch, work) -> str:
         ),
         (
             lambda: make_plan(load(RUN, Run), top=2, search_seconds=0.1),
-            ("0 of 2 plans found", "combinations left", "searching an order for p = ", "search 1 of "),
+            ("0 of 2 plans found", "combinations looked at", "searching an order for p = ", "search 1 of "),
         ),
     ],
     ids=["search", "pareto", "offload", "plan"],

@@ -227,7 +227,8 @@ def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, 
     assert answer["ideal"] < answer["lower_bound"] < answer["makespan"]
     assert answer["microbatch_factors"] == {"time": weights["time"], "memory": weights["memory"]}
     told = "time 1 to 4, mean 1.75; memory 1 to 2, mean 1.25"
-    assert told in pipemem(*size, "-m", 4).stdout
+    text = pipemem(*size, "-m", 4).stdout
+    assert told in text and "1.5 activation units (p microbatches of factor 1 hold 1;" in text
     assert pipemem_json("show", *size[1:], "-m", 4)[0]["makespan"] == timeline.makespan
     check_refusal(refuses(*size, "-m", 6), "wrong-count", 4, 6)
     check_refusal(refuses(*size, "-m", 4, "--memory-cap", 1.4), "over-cap", "1f1b", "1.5")

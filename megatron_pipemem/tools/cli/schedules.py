@@ -107,7 +107,8 @@ def _listed(
     yield table
     more = "" if every else f"; --all lists {len(RESEARCH) - 1} more, for research"
     yield f"p = {p} devices, m = {m}, F = I = W. bubble: idle share of the busiest device;"
-    yield "peak: share of 1F1B's first device (equal stages); at most 2 chunks unless a row says more"
+    chunks = "; at most 2 chunks unless a row says more" if every else ", with at most 2 chunks"
+    yield f"peak: share of 1F1B's first device (equal stages){chunks}"
     if every:
         names = ", ".join(candidate.name for candidate in candidates if candidate.asynchronous)
         yield f"{names}: bubble from step to step; {ASYNCHRONOUS}"

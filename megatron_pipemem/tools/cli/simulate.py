@@ -86,7 +86,7 @@ from megatron_pipemem.tools.report import SUFFIXES, save_comparison
 from megatron_pipemem.tools.report import pareto as picture
 from megatron_pipemem.tools.report.figure import IMAGES, write_picture
 from megatron_pipemem.tools.report.terminal import FittingTable, TerminalTimeline, placements_table
-from megatron_pipemem.tools.report.timeline import UNITS, DrawnRun, bytes_text
+from megatron_pipemem.tools.report.timeline import DrawnRun, bytes_text
 
 _IN_A_RUN = (
     "auto X, searched: the fastest order found within a memory cap of X; in a run --pipemem-schedule auto "
@@ -194,16 +194,12 @@ def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> 
 
 def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iterator[tuple[str, str]]:
     """Yield the results of a simulation as pairs of a name and a text."""
-    placement, chunks = facts["placement"], num_chunks(facts["chunks"])
+    placement, chunks, devices = facts["placement"], num_chunks(facts["chunks"]), facts["devices"]
     parts = f", {facts['slices']} slices per microbatch" if facts["slices"] > 1 else ""
     yield "schedule", f"{facts['schedule']}, {chunks} per device{parts}"
     yield "placement", f"{placement}{placement_text(placement)}"
-    yield (
-        "step",
-        (
-            f"{facts['devices']} devices, {facts['microbatches']} microbatches, {facts['messages']} messages between devices"
-        ),
-    )
+    sizes = f"{devices} device{'s' * (devices > 1)}, {facts['microbatches']} microbatches"
+    yield "step", f"{sizes}, {facts['messages']} messages between devices"
     unit = DrawnRun(timeline).time_unit
     alone = " of one step alone" * (timeline.schedule.updates is not None)
     yield "makespan", f"{facts['makespan']:.6g} {unit if unit == 'seconds' else f'({unit})'}{alone}"
@@ -219,7 +215,7 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
     ):
         share = f"{facts['device_bubble_rate']:.2%} of the longest time from a device's first pass to its last"
         yield "bubble of papers", share
-    yield from _memory(facts, loaded)
+    yield from _memory(facts, timeline, loaded)
     yield "lower bound", _bound(facts, loaded)
     if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
         yield "searched", _AS_A_RUN.format(chunks=facts["chunks"])
@@ -254,12 +250,12 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
         yield "a run refuses", refusal
 
 
-def _memory(facts: Mapping[str, Any], loaded: Loaded) -> Iterator[tuple[str, str]]:
+def _memory(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iterator[tuple[str, str]]:
     """Yield the lines about activations on the devices and the host."""
     if facts["peak_bytes"] is None or loaded.request.memory_cap is not None:
         units = facts["peak_activations"]
         devices = "on every device" if len(set(units)) == 1 else f"by device {_listed(units)}"
-        yield "peak", f"{facts['peak_activation']:.6g} {UNITS}; {devices}"
+        yield "peak", f"{facts['peak_activation']:.6g} {DrawnRun(timeline).memory_units}; {devices}"
     if facts["peak_bytes"] is not None:
         share = facts["share_of_1f1b"]
         of = "" if share is None else f", {share:.3g} of 1F1B's for the same model and cut"
@@ -343,10 +339,10 @@ def _compare(names: list[str], question: Question, steps: int, as_json: bool) ->
                 check_steps(loaded.schedule, steps, question.yes)
                 facts |= _without_barrier(loaded, timeline.costs, steps)
             rows.append(facts)
-    print_answer(rows, _comparison(rows, names, DrawnRun(timeline).time_unit), as_json)
+    print_answer(rows, _comparison(rows, names, DrawnRun(timeline)), as_json)
 
 
-def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], time_unit: str) -> Iterator[Shown]:
+def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], drawn: DrawnRun) -> Iterator[Shown]:
     """Yield the table of the compared schedules. ``names`` are those that the user named."""
     plain = next(_step_seconds(row) for row in rows if row["schedule"] == _OWN[0])
     unasked = " and ".join(row["schedule"] for row in rows if row["schedule"] not in names)
@@ -354,9 +350,9 @@ def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], time_un
     asynchronous = ", ".join(row["schedule"] for row in rows if row["asynchronous"])
     caption += f"{asynchronous}: from step to step in place of the makespan, {ASYNCHRONOUS}; " if asynchronous else ""
     in_bytes = all(row["share_of_1f1b"] is not None for row in rows)
-    peak = "share of 1f1b's bytes, for the same model and cut" if in_bytes else f"in {UNITS}"
+    peak = "share of 1f1b's bytes, for the same model and cut" if in_bytes else f"in {drawn.memory_units}"
     caption += (
-        f"makespan: {time_unit}; to 1f1b: makespan / 1f1b's; bubble: idle share of the busiest device; peak: {peak}; "
+        f"makespan: {drawn.time_unit}; to 1f1b: makespan / 1f1b's; bubble: idle share of the busiest device; peak: {peak}; "
         "messages: between devices in a step"
     )
     has_steps = "steps" in rows[0]
@@ -508,8 +504,9 @@ def _bound(facts: Mapping[str, Any], loaded: Loaded) -> str:
     """Return the lower bound in words, with the orders for which it holds."""
     schedule, chosen, bound = loaded.schedule, loaded.chosen, f"{facts['lower_bound']:.6g}"
     chunks = num_chunks(schedule.placement.num_chunks)
+    other = "; another placement can be faster" * (schedule.num_devices > 1)
     if _has_only_work(schedule):
-        return f"{bound}; the busiest device's work with this placement ({chunks}); another placement can be faster"
+        return f"{bound}; the busiest device's work with this placement ({chunks}){other}"
     in_any_memory = bool(schedule.offloads or schedule.recomputed)
     memory = "with no higher peak" if loaded.memory_cap is None else "within the memory cap"
     memory, measure = "in any memory" if in_any_memory else memory, _measure(loaded)
@@ -517,7 +514,7 @@ def _bound(facts: Mapping[str, Any], loaded: Loaded) -> str:
         end = f"; at most {chosen.search.gap:.2%} of the {measure} can be saved" * (not chosen.search.is_optimal)
         return f"{bound}; no order with the placements tried has a shorter {measure} {memory}{end}"
     orders = f"no order with this placement ({chunks}) has a shorter {measure} {memory}"
-    return f"{bound}; {orders}; another placement can be faster"
+    return f"{bound}; {orders}{other}"
 
 
 def _moved_in_words(moved: Mapping[str, float]) -> str:

@@ -209,13 +209,13 @@ def _ratio(measured: float, predicted: float, messages: float) -> float:
 def explain(case: Case) -> dict[str, Any]:
     """Return the JSON object of ``pipemem explain``: the time of a step by cause."""
     step, schedule = case.step, case.schedule
-    usual, n = case.step.of_stages(), schedule.units.parts
+    usual, n, idle = case.step.of_stages(), schedule.units.parts, _idle(step)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
         "chunks": schedule.placement.num_chunks,
         "microbatches": schedule.num_microbatches,
-        "bubble_rate": case.measured_timeline.bubble_rate if case.bubble_rate is None else case.bubble_rate,
+        "bubble_rate": min(row["idle_ns"] for row in idle) / step.length_ns,
         "seconds": step.length_ns / NANOSECONDS,
         "outside_seconds": case.outside_seconds,
         "simulated_seconds": case.own_timeline.makespan,
@@ -226,7 +226,7 @@ def explain(case: Case) -> dict[str, Any]:
         "layers": case.layers,
         "slowest_microbatch": max(step.microbatch_factors),
         "links": {f"{a}-{b}": seconds for (a, b), seconds in step.link_seconds.items()},
-        "idle": _idle(step),
+        "idle": idle,
         "in_bytes": case.memory is not None,
         "peak": case.own_timeline.peak,
         "bytes_of_1f1b": case.bytes_of_1f1b,

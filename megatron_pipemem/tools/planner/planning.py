@@ -227,6 +227,7 @@ class _Planner:
         self._proposes_slices = "slices" not in limits.allowed and not run.schedule.slices
         self.queue: list[Entry] = []
         self.aside: list[Entry] = []
+        self._looked_at = 0
         self.plans: list[Way] = []  # the fastest first
         self.sliced: list[Way] = []  # plans with slices, until the fastest plan without slices is known
         self._effort: float = _EFFORT
@@ -259,7 +260,8 @@ class _Planner:
                         plans += self._worth_slicing(sliced, entry.seconds)
                     plans.append(entry)
                 continue
-            tell(partial(_standing, len(plans), count, len(self.queue), bound))
+            self._looked_at += 1
+            tell(partial(_standing, len(plans), count, self._looked_at))
             if isinstance(entry, CandidateGroup | FamilyCandidate) and not self._affords(entry):
                 heapq.heappush(self.aside, (bound, next(self._serial), entry))
             elif isinstance(entry, CandidateGroup):
@@ -548,8 +550,8 @@ class _Planner:
         return max(group.step.held(peaks)) <= self._memory
 
 
-def _standing(plans: int, count: int, waiting: int, bound: float) -> str:
-    return f"{plans} of {count} plans found, {waiting} combinations left, none faster than {bound:.4g} s a step"
+def _standing(plans: int, count: int, looked_at: int) -> str:
+    return f"{looked_at:,} combinations looked at, {plans} of {count} plans found"
 
 
 def _short(run: Run) -> int:

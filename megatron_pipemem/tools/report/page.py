@@ -16,7 +16,7 @@ from struct import pack
 
 from megatron_pipemem.schedule.action import COMPUTE, COPIES, KIND_AND_STAGE, Action, Kind
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.tools.report.timeline import IDLE, UNITS, Columns, DrawnRun, colour, common_end, ink, outline
+from megatron_pipemem.tools.report.timeline import IDLE, Columns, DrawnRun, colour, common_end, ink, outline
 
 
 def page(timelines: Sequence[Timeline], limit: float = 1.0) -> str:
@@ -39,7 +39,7 @@ def page_data(timelines: Sequence[Timeline], limit: float = 1.0) -> dict[str, ob
         "kinds": {kind.value: kind.spec.says for kind in COMPUTE},
         "idle": IDLE,
         "shared": common_end(timelines) if timelines else 1.0,
-        "units": f"Memory is in {UNITS}; {limit:g} is dashed." if any(run.in_units for run in runs) else "",
+        "units": next((f"Memory is in {run.memory_units}; {limit:g} is dashed." for run in runs if run.in_units), ""),
         "runs": [_data(run, max(run.memory_scale(runs), 1.02 * limit), limit) for run in runs],
     }
 

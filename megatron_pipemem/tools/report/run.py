@@ -71,7 +71,7 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
     total = Counter({cause: sum(device["causes_ns"][cause] for device in idle) for cause in CAUSES})
     text = [
         f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: the last step takes "
-        f"{seconds(step)}, of which its busiest rank idles {min(row['idle_ns'] for row in idle) / _NANOSECONDS / step:.1%}"
+        f"{seconds(step)}, of which its busiest rank idles {facts['bubble_rate']:.1%}"
     ]
     longest = [
         (cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds
@@ -150,7 +150,7 @@ def _why(cause: str, facts: Mapping[str, Any]) -> str:
     if cause == IMBALANCE:
         stages: Sequence[float] = facts["stages"]
         slowest, mean = max(range(len(stages)), key=stages.__getitem__), sum(stages) / len(stages)
-        ratio = f"{stages[slowest] / mean:.2f} times as long as the mean of all stages"
+        ratio = f"{stages[slowest] / mean:.2f} times as long as the mean of all stages, by median passes"
         return f"Stage {slowest} takes {ratio}. pipemem layout moves layers away from it"
     if cause == MICROBATCHES:
         ratio = f"{facts['slowest_microbatch']:.2f} times as long as the median one"

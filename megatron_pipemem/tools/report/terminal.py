@@ -340,7 +340,7 @@ def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bo
         of = "microbatch" if parts == 1 else f"slice, from 0 to {parts - 1} in microbatch 0 and counted on"
         entries.append(Text(f"number: {of}, with dashes to the end of the pass", style="dim"))
     if drawn.in_units:
-        entries.append(Text("peak: 1F1B's first device holds 1", style="dim"))
+        entries.append(Text(f"peak: {drawn.memory_unit}", style="dim"))
     if marks_steps:
         entries.append(Text(f"{_NEXT_STEP} next step", style="dim"))
     if drawn.pairs:

@@ -19,8 +19,12 @@ from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
 from megatron_pipemem.schedule.simulator import Timeline
 
 IDLE = "#f1f3f4"
-UNITS = "activation units (1F1B's first device holds 1; equal stages, inputs kept for W not counted)"
+UNIT = "1F1B's first device holds 1"
 """The unit of peaks if no bytes are known."""
+UNIT_OF_FACTORS = "p microbatches of factor 1 hold 1"
+"""The same unit if microbatches differ in length. 1F1B may then hold more."""
+_UNITS = "activation units ({}; equal stages, inputs kept for W not counted)"
+UNITS = _UNITS.format(UNIT)
 _PALEST = 0.58
 """The share of white in the colour of the last chunk, if there are many."""
 
@@ -163,6 +167,16 @@ class DrawnRun:
     def in_units(self) -> bool:
         """Whether memory is in activation units. Otherwise it is in bytes."""
         return self.timeline.costs.memory is None and self.timeline.measured.held is None
+
+    @property
+    def memory_unit(self) -> str:
+        """The size of an activation unit."""
+        return UNIT if self.timeline.costs.microbatch is None else UNIT_OF_FACTORS
+
+    @property
+    def memory_units(self) -> str:
+        """The name of activation units, with their size."""
+        return _UNITS.format(self.memory_unit)
 
     @cached_property
     def origin(self) -> float:
