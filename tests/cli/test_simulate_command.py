@@ -8,7 +8,8 @@ import pytest
 from refusals import check_refusal
 
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.action import SELECTIVE_SECONDS
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.prices import MicrobatchFactors
 from megatron_pipemem.schedule.registry import build_schedule, families, family
@@ -348,3 +349,15 @@ def test_several_steps_are_one_picture(pipemem_json):
     assert drawn["schedule"] == "zb-h2, 3 steps" and drawn["microbatches"] == 12
     assert [len(row) for row in drawn["timeline"]] == [3 * len(row) for row in one["timeline"]]
     assert drawn["makespan"] < 3 * one["makespan"]
+
+
+def test_what_selective_recomputes_and_assumes_is_named(pipemem):
+    told = pipemem("simulate", "1f1b", "-p", 4, "-m", 8, "-o", "recompute=selective").stdout
+    line = next(line for line in told.splitlines() if line.startswith("recomputed"))
+    assert f"assumed {SELECTIVE_SECONDS:g} of F" in line and f"{SELECTIVE_BYTES:.2g} of the activations" in line
+    assert line.endswith("on all stages")
+
+
+def test_copies_of_the_weights_are_named_where_peaks_are_compared(pipemem):
+    told = " ".join(pipemem("simulate", "gems", "1f1b", "-p", 4, "-m", 8).stdout.split())
+    assert "weights, which peaks leave out, are held by gems 2 times" in told

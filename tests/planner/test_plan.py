@@ -411,7 +411,12 @@ def test_the_answer_has_the_limit_of_memory_and_the_next_step(tmp_path):
         " ".join(pipemem("plan", source, "--memory", "8GiB", *limits, *more).stdout.split())
         for more in ((), ("--output", target))
     )
-    assert "at most 8.0 GiB" in said and "--output best.yaml" in said and "pipemem launch best.yaml" in said
+    assert (
+        ", micro-batch " in said
+        and "at most 8.0 GiB" in said
+        and "--output best.yaml" in said
+        and "pipemem launch best.yaml" in said
+    )
     assert f"pipemem launch {target}" in written
 
 

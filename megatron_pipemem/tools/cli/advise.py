@@ -315,7 +315,7 @@ def _legend(rows: Mapping[str, Way]) -> Iterator[str]:
     if any(kind.startswith("same memory") for kind in rows):
         yield f"same memory: at most {SAME_MEMORY:.0%} more than today's"
     if any(way.has_earlier_weights for way in rows.values()):
-        yield "W earlier: so that no rank holds more than 1F1B's fullest"
+        yield "W earlier: so that no rank holds more than 1F1B's fullest, or as little as this order can"
 
 
 def _name(way: Way) -> str:

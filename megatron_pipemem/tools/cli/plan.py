@@ -208,7 +208,7 @@ def _answer(plans: Sequence[Way], today: Way | None, stock: Way | None, memory: 
     best, large = plans[0], today is not None and today.peak > memory
     cut = best.run.parallelism
     sizes = ", ".join(f"{key} {getattr(cut, key)}" for key in ("tp", "pp", "dp", "cp") if getattr(cut, key) > 1)
-    text = f"{_name(best)} with {sizes or 'one rank'}: {_seconds(best)} s a step"
+    text = f"{_name(best)} with {sizes or 'one rank'}, micro-batch {cut.micro_batch}: {_seconds(best)} s a step"
     if today is not None:
         gain = best.gain(today)
         text += f", {abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'} than today's"
@@ -303,7 +303,7 @@ def _legend(ways: Sequence[Way], has_today: bool) -> Iterator[str]:
     if any(way.gain_without_barrier is not None for way in ways):
         yield "no barrier: times as fast as with a barrier between steps"
     if any(way.has_earlier_weights for way in ways):
-        yield "W earlier: so that no rank holds more than 1F1B's fullest"
+        yield "W earlier: so that no rank holds more than 1F1B's fullest, or as little as this order can"
     if any(is_stocks_order(way) and not way.is_stock for way in ways):
         yield "as stock: Megatron's own schedule runs it too (schedule: stock)"
 

@@ -209,8 +209,9 @@ def _ratios(prices: Profile, cluster: Cluster) -> dict[str, float]:
 
 def _shown(prices: Profile, ratios: dict[str, float], name: object, cluster: str) -> Iterator[Shown]:
     columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "freed by I MiB", "parameters")
+    tokens = f"{prices.execution.micro_batch} x {prices.model.sequence:,} tokens"
     how = "by formulas" if prices.source == "formulas" else prices.source
-    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {how}")
+    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch of {tokens} and rank, {how}")
     rows: list[tuple[str, Part]] = [
         *((f"layer: {kind_name(kind)}", layer) for kind, layer in prices.layers.items()),
         ("embedding" + ", vision tower" * (prices.model.tower is not None), prices.first - prices.middle),
@@ -232,7 +233,9 @@ def _shown(prices: Profile, ratios: dict[str, float], name: object, cluster: str
     )
     measured = prices.source == "measured"
     of_cluster = f"cluster {cluster} (--cluster NAME prices another)"
-    seconds = f"computing alone, on {prices.device}" if measured else f"formulas, at {prices.device}, for {of_cluster}"
+    seconds = f"computing alone, on {prices.device}"
+    if not measured:
+        seconds = f"formulas, with messages within a layer, at {prices.device}, for {of_cluster}"
     rates = prices.bandwidths
     recomputed = f"{ratios['cheap_recomputed']:.2f} times if norms and activation functions are recomputed"
     link = f"; link of {of_cluster}" if rates is None and measured else ""

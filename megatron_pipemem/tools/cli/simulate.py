@@ -17,10 +17,10 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.transfers import NOT_CHOSEN
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
 from megatron_pipemem.request import algorithm_of
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Kind
 from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Costs
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
@@ -124,8 +124,8 @@ def simulate(
     different placements are therefore comparable.
 
     The lower bound holds for every order of the same placement within the memory cap. Without a cap, it holds for
-    orders with no higher peak than this schedule. For ``auto`` it holds for every placement tried. With several
-    replicas, or with ``--vocab-cut``, it is the busiest device's work.
+    orders with no higher peak than this schedule, or in any memory with offload or recompute. For ``auto`` it holds for
+    every placement tried. With several replicas, or with ``--vocab-cut``, it is the busiest device's work.
 
     A costs file may give microbatches different weights. It may also give each slice of a schedule with sequence slices
     its own price: lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such prices from
@@ -189,7 +189,7 @@ def _simulated(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> 
     """Yield the results of a simulation for people: ``facts``, and the placements that a search tried."""
     yield [*_lines(facts, timeline, loaded)]
     if (search := loaded.chosen.search) is not None:
-        yield placements_table(search.candidates, _measure(loaded))
+        yield placements_table(search.candidates, DrawnRun(timeline).memory_text, _measure(loaded))
 
 
 def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iterator[tuple[str, str]]:
@@ -202,17 +202,20 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
     yield "step", f"{sizes}, {facts['messages']} messages between devices"
     unit = DrawnRun(timeline).time_unit
     alone = " of one step alone" * (timeline.schedule.updates is not None)
-    yield "makespan", f"{facts['makespan']:.6g} {unit if unit == 'seconds' else f'({unit})'}{alone}"
+    makespan, moved = f"{facts['makespan']:.6g} {unit if unit == 'seconds' else f'({unit})'}{alone}", facts["in_a_run"]
+    if moved is not None:
+        makespan = f"{moved['makespan']:.6g} in a run, which runs W earlier to hold fewer bytes; in the order itself {makespan}"
+    yield "makespan", makespan
     if timeline.schedule.updates is not None:
         seconds = f"{_step_seconds(facts):.6g} in a run, {facts['period']:.6g} without a barrier between steps"
         yield "step to step", f"{seconds}: the busiest device works {facts['ideal']:.6g}"
         yield "asynchronous", ASYNCHRONOUS
     else:
-        share = f"{facts['bubble_rate']:.2%} of the makespan"
+        rate = facts["bubble_rate"] if moved is None else 1 - facts["ideal"] / moved["makespan"]
+        share = f"{rate:.2%} of the makespan"
         yield "bubble", f"{share}: the busiest device works {facts['ideal']:.6g}, and idles for the rest"
-    if timeline.schedule.updates is None and not isclose(
-        facts["bubble_rate"], facts["device_bubble_rate"], abs_tol=_LEAST_SHOWN
-    ):
+    is_alike = isclose(facts["bubble_rate"], facts["device_bubble_rate"], abs_tol=_LEAST_SHOWN)
+    if timeline.schedule.updates is None and moved is None and not is_alike:
         share = f"{facts['device_bubble_rate']:.2%} of the longest time from a device's first pass to its last"
         yield "bubble of papers", share
     yield from _memory(facts, timeline, loaded)
@@ -259,15 +262,14 @@ def _memory(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Ite
     if facts["peak_bytes"] is not None:
         share = facts["share_of_1f1b"]
         of = "" if share is None else f", {share:.3g} of 1F1B's for the same model and cut"
+        if facts["in_a_run"] is not None:
+            of += f", in a run {facts['in_a_run']['share_of_1f1b']:.3g}"
         sizes = ", ".join(map(bytes_text, facts["peak_bytes"]))
         yield "peak in bytes", f"{bytes_text(max(facts['peak_bytes']))}{of}; by device {sizes}"
     if (devices := facts["devices"]) > (microbatches := facts["microbatches"]):
         yield "1f1b's own peak", f"{microbatches / devices:.4g}, because there are fewer microbatches than devices"
-    if facts["in_a_run"] is not None:
-        yield "in a run", f"W runs earlier: {_moved_in_words(facts['in_a_run'])}"
     if facts["recomputed"]:
-        parts = (f"{mode} on stages {', '.join(map(str, stages))}" for mode, stages in facts["recomputed"].items())
-        yield "recomputed", "; ".join(parts)
+        yield "recomputed", "; ".join(_recomputed(facts["recomputed"], loaded.schedule.num_stages, timeline.costs))
     if facts["transfers"]:
         yield (
             "host memory",
@@ -289,6 +291,18 @@ def _memory(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Ite
                 f"{', '.join(f'{count} {_WHY.get(why, why)}' for why, count in reasons)}"
             ),
         )
+
+
+def _recomputed(stages_by_mode: Mapping[str, Sequence[int]], num_stages: int, costs: Costs) -> Iterator[str]:
+    """Yield, for every mode of recomputation, its parts of a layer, the assumed shares of costs without them, its stages."""
+    for mode, stages in stages_by_mode.items():
+        text = mode
+        if mode == "selective":
+            assumed = [f"{SELECTIVE_SECONDS:g} of F"] if costs.recompute_selective is None else []
+            assumed += [f"{SELECTIVE_BYTES:.2g} of the activations"] if Kind.RS not in (costs.memory or {}) else []
+            text = f"norms and MLP intermediates{', assumed ' if assumed else ''}{' and '.join(assumed)},"
+        is_everywhere = len(stages) == num_stages
+        yield f"{text} on {'all stages' if is_everywhere else 'stages ' + ', '.join(map(str, stages))}"
 
 
 _WHY = {NOT_CHOSEN: "left out by --offload"}
@@ -349,6 +363,8 @@ def _comparison(rows: Sequence[Mapping[str, Any]], names: Sequence[str], drawn: 
     caption = f"{unasked}: Megatron's own, for comparison; " if unasked else ""
     asynchronous = ", ".join(row["schedule"] for row in rows if row["asynchronous"])
     caption += f"{asynchronous}: from step to step in place of the makespan, {ASYNCHRONOUS}; " if asynchronous else ""
+    copies = ", ".join(f"{row['schedule']} {row['replicas']} times" for row in rows if row["replicas"] > 1)
+    caption += f"weights, which peaks leave out, are held by {copies}; " if copies else ""
     in_bytes = all(row["share_of_1f1b"] is not None for row in rows)
     peak = "share of 1f1b's bytes, for the same model and cut" if in_bytes else f"in {drawn.memory_units}"
     caption += (

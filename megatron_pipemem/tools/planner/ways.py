@@ -238,7 +238,7 @@ class Way:
         cause, seconds = next(iter(self.losses.items()))
         text = f"{cause} {seconds / self.seconds:.1%}"
         gained = self.memory_seconds / self.seconds
-        return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
+        return f"{text}; more memory saves {gained:.1%}" if gained >= 0.01 else text
 
 
 AS_FAST = 0.01

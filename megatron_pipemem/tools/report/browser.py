@@ -33,7 +33,7 @@ def show(shown: Schedule | Timeline | SearchResult) -> None:
         display(shown)
         return
     if not isinstance(shown, Schedule | Timeline):
-        console.print(placements_table(shown.candidates))
+        console.print(placements_table(shown.candidates, DrawnRun(_run_of(shown)).memory_text))
     console.print(TerminalTimeline(_run_of(shown)))
 
 
@@ -48,7 +48,10 @@ def to_html(shown: Schedule | Timeline | SearchResult) -> str:
         return f"<pre>{escape(f'{shown!r}: {error}')}</pre>"
     table = ""
     if not isinstance(shown, Schedule | Timeline):
-        rows = [(HEADINGS, "th"), *((cells(candidate), "td") for candidate in shown.candidates)]
+        rows = [
+            (HEADINGS, "th"),
+            *((cells(candidate, DrawnRun(run).memory_text), "td") for candidate in shown.candidates),
+        ]
         lines = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for row, tag in rows)
         table = f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
     content = page([run]).replace("&", "&amp;").replace("'", "&#39;")

@@ -358,18 +358,24 @@ def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bo
 HEADINGS = ("placement", "chunks", "makespan", "bound", "peak", "found by")
 
 
-def placements_table(candidates: Iterable[Candidate], seconds: str = HEADINGS[2]) -> FittingTable:
+def placements_table(
+    candidates: Iterable[Candidate], memory_text: Callable[[float], str], seconds: str = HEADINGS[2]
+) -> FittingTable:
     """Return a table of the best schedule of each placement. ``seconds`` is the heading of the makespan column."""
     table = FittingTable((*HEADINGS[:2], seconds, *HEADINGS[3:-1]), text=("placement",))
     for candidate in candidates:
-        table.add_row(*cells(candidate)[:-1])
+        table.add_row(*cells(candidate, memory_text)[:-1])
     return table
 
 
-def cells(candidate: Candidate) -> tuple[str, ...]:
+def cells(candidate: Candidate, memory_text: Callable[[float], str]) -> tuple[str, ...]:
     """Return the cells of a placement's row, one for each of ``HEADINGS``."""
     placement = candidate.schedule.placement
-    makespan, bound, peak = f"{candidate.makespan:.6g}", f"{candidate.lower_bound:.6g}", f"{max(candidate.peaks):.4g}"
+    makespan, bound, peak = (
+        f"{candidate.makespan:.6g}",
+        f"{candidate.lower_bound:.6g}",
+        memory_text(max(candidate.peaks)),
+    )
     parts = candidate.schedule.units.parts
     name = placement.name if parts == 1 else f"{placement.name}, {parts} slices"
     return name, str(placement.num_chunks), makespan, bound, peak, candidate.found_by

@@ -366,7 +366,8 @@ class DrawnRun:
         of_run = self.timeline.measured.bubble_rate
         bubble = f"{self.timeline.bubble_rate:.1%}" if of_run is None else f"{of_run:.1%} (median of the run's steps)"
         schedule, barriers = self.timeline.schedule, self.timeline.schedule.vocabulary_barriers
-        passes = f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''})" if barriers else ""
+        head = ", with a head as long as one device's layers" if self.timeline.costs.vocabulary is None else ""
+        passes = f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''}{head})" if barriers else ""
         return (
             f"{schedule.name}{passes}: p={schedule.num_devices}, m={schedule.num_microbatches // self.timeline.steps}, "
             f"bubble {bubble}, peak {self.peak_text}"
