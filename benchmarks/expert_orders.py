@@ -127,11 +127,10 @@ def ours(run: Run, limit: float, placements: tuple[Placement, ...], seconds: flo
 def bound_with_ramps(
     placement: Placement, num_microbatches: int, costs: Costs, room: Sequence[float] | None = None
 ) -> float:
-    """Return a lower bound for steps with pairs, in which the first forwards and the last backwards have no forward or
-    backward as partner.
+    """Return a lower bound for steps with pairs, in which the first forwards and the last backwards have no partner.
 
     Before its first I, a device waits for a microbatch to pass all stages, and runs some F alone. After its last F, a
-    microbatch has to pass back, and the device runs some I, two in a pair. As many as it runs there are held at once, within
+    microbatch has to pass back, and the device runs some I alone. As many as it runs there are held at once, within
     ``room``. W run after the first I. The bound is the least over the numbers of F and I, and of pairs of both, on the device
     for which it is largest.
     """
@@ -151,10 +150,7 @@ def bound_with_ramps(
         arrival = sum(forward[:first]) + sum(links[:first])
         before = sum(forward) + sum(links) + sum(inputs[last + 1 :]) + sum(links[last:])
         after = sum(forward[last + 1 :]) + sum(links[last:]) + sum(inputs) + sum(links)
-        alone, back = (
-            least(forward),
-            np.maximum(least(inputs / 2), np.maximum(least(inputs - returned), least(returned))),
-        )
+        alone, back = least(forward), least(inputs)
         computing = least(forward - sent) + least(inputs - returned)
         both = np.maximum(computing, least(sent) + least(returned))
         all_weights = num_microbatches * sum((weights - np.minimum(returned, weights) / 2)[own])

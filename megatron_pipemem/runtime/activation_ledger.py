@@ -176,7 +176,6 @@ class ActivationLedger:
         self._of_microbatch: dict[int | None, list[_Held]] = {}  # by the microbatch of their first action
         self._routed = self._routable = self._evenly = 0
         self._frees_later = False
-        self._later_microbatch: int | None = None
         self.exclude(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
@@ -241,22 +240,13 @@ class ActivationLedger:
                 held.nbytes = nbytes
         return counted
 
-    def _drop_freed(self, but_of: int | None = None) -> None:
-        """Count what has been freed as free, but not what the microbatch ``but_of`` held."""
-        later = []
+    def _drop_freed(self) -> None:
         while self._freed:
             held = self._freed.pop()
-            if but_of is not None and held.since < len(self.entries) and self._first_holder(held) == but_of:
-                later.append(held)
-                continue
             self._bytes -= held.nbytes
             held.nbytes = 0
             if self._held.get(held.key) is held:  # a new storage may have its address
                 del self._held[held.key]
-        self._freed.extend(later)
-
-    def _first_holder(self, held: _Held) -> int | None:
-        return self.entries[held.since].action.microbatch if held.microbatch is None else held.microbatch
 
     def route(self, tokens: int, most: int, evenly: int) -> None:
         """Add to the tokens that the running action sends to experts.
@@ -283,15 +273,14 @@ class ActivationLedger:
             yield
 
     @_counting
-    def free_later(self, microbatch: int | None = None) -> None:
+    def free_later(self) -> None:
         """Count all that is freed from now on until the next ``record`` as held in that record.
 
-        A forward and a backward may run together. The bytes that the backward frees belong to its own record. With
-        ``microbatch``, only what this one held counts as held, because another backward frees memory for the record.
+        A forward and a backward may run together. The bytes that the backward frees belong to its own record.
         """
         self._measure(self._unmeasured)
         self._drop_freed()
-        self._frees_later, self._later_microbatch = True, microbatch
+        self._frees_later = True
 
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
@@ -304,11 +293,11 @@ class ActivationLedger:
         if counted:
             self._of_microbatch[action.microbatch] = counted
         self._unmeasured = []
-        if not self._frees_later or self._later_microbatch is not None:
-            self._drop_freed(self._later_microbatch)
+        if not self._frees_later:
+            self._drop_freed()
         device_bytes = self._bytes
         self._drop_freed()
-        self._frees_later, self._later_microbatch = False, None
+        self._frees_later = False
         routing = self._routed, self._routable, self._evenly
         self.entries.append(LedgerEntry(action, device_bytes, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0

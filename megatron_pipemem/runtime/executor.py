@@ -211,7 +211,7 @@ BackwardArguments = tuple[int, torch.Tensor | None, torch.Tensor, torch.Tensor |
 
 
 class PairRunner(StageRunner, Protocol):
-    """A stage that can run a forward or a backward together with a backward of any stage of this rank."""
+    """A stage that can run a forward together with a backward of any stage of this rank."""
 
     def run_pair(
         self, microbatch: int, input: torch.Tensor | None, other: PairRunner, arguments: BackwardArguments
@@ -221,11 +221,6 @@ class PairRunner(StageRunner, Protocol):
         ``microbatch`` and ``input`` are those of the forward, and ``arguments`` those of the backward. Return the
         output of the forward, then the gradient of the backward's input.
         """
-
-    def run_backwards(
-        self, arguments: BackwardArguments, other: PairRunner, arguments_of_other: BackwardArguments
-    ) -> list[torch.Tensor | None]:
-        """Run a backward of this stage together with one of the stage ``other``; return the gradients of both inputs."""
 
     def defer_weight_gradients(self) -> None:
         """Put the weight gradients that this stage's layers keep after a backward into the queue of ``collecting``."""
@@ -539,10 +534,12 @@ class Executor:
         weight gradients into the backward's queue, and keeps the gradient of the backward's input for the previous
         stage.
         """
-        runner, other = (cast(PairRunner, self._stages[of.key[0]]) for of in (forward, backward))
-        input, arguments = self._input_of(forward), [self._arguments_of(backward)]
+        runner, key = cast(PairRunner, self._stages[forward.key[0]]), backward.key
+        other = cast(PairRunner, self._stages[key[0]])
+        input, gradient = self._input_of(forward), self._gradient_of(backward)
         if self.ledger is not None:
             self.ledger.free_later()
+        arguments = [(key[1], self._inputs.pop(key), self._outputs.pop(key), gradient)]
         gradients: list[torch.Tensor | None] = []
 
         def together(microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
@@ -553,46 +550,14 @@ class Executor:
         self._pass_on(forward, self._run_stage(forward, together, input))
 
         def finish() -> None:
-            with self.measured(backward.action):
-                self._finish(backward)
+            with self.measured(backward.action), collecting(self.queues[key]):
+                other.defer_weight_gradients()
+                if not backward.is_split:
+                    self.queues.pop(key).run()
+            self._hold_queued(backward)
             self._pass_back(backward, gradients.pop())
 
         return finish
-
-    def run_backwards(self, first: Instruction, second: Instruction) -> Callable[[], None]:
-        """Run two backwards together, of stages that are ``PairRunner``.
-
-        Return a function to call as the second one's action, as ``run_pair`` does.
-        """
-        runner, other = (cast(PairRunner, self._stages[of.key[0]]) for of in (first, second))
-        arguments = [self._arguments_of(backward) for backward in (first, second)]
-        if self.ledger is not None:
-            self.ledger.free_later(second.key[1])
-        with self.measured(first.action):
-            gradients = runner.run_backwards(arguments.pop(0), other, arguments.pop())
-            self._finish(first)
-        self._pass_back(first, gradients.pop(0))
-
-        def finish() -> None:
-            with self.measured(second.action):
-                self._finish(second)
-            self._pass_back(second, gradients.pop())
-
-        return finish
-
-    def _arguments_of(self, backward: Instruction) -> BackwardArguments:
-        """Wait for the gradient of a backward's output, and give up its tensors."""
-        key, gradient = backward.key, self._gradient_of(backward)
-        return key[1], self._inputs.pop(key), self._outputs.pop(key), gradient
-
-    def _finish(self, backward: Instruction) -> None:
-        """Queue the weight gradients that a backward of a pair has left, or compute them if it is not split."""
-        key = backward.key
-        with collecting(self.queues[key]):
-            cast(PairRunner, self._stages[key[0]]).defer_weight_gradients()
-            if not backward.is_split:
-                self.queues.pop(key).run()
-        self._hold_queued(backward)
 
     def _received(self, instruction: Instruction) -> torch.Tensor:
         assert instruction.receive is not None

@@ -95,17 +95,10 @@ class ActionPrices:
 
         While one action of a pair exchanges tokens, the other one computes. So the pair takes as long as its computing,
         its exchanges, or the longer one of its actions, whichever is most.
-
-        Two I both begin with an exchange and end with computing, which a stage of one layer cannot hide: half of the first
-        one's exchanges, or half of the second one's computing. Stages of more layers are priced alike.
         """
         alone = [self.of(*action) for action in (first, second)]
-        apart = [self._exchanged(*action) for action in (first, second)]
-        exchanged = sum(apart)
-        computed = sum(alone) - exchanged
-        if first.kind is not Kind.F:
-            computed, exchanged = computed + apart[0] / 2, exchanged + (alone[1] - apart[1]) / 2
-        return max(*alone, exchanged, computed) - alone[0]
+        exchanged = sum(self._exchanged(*action) for action in (first, second))
+        return max(*alone, exchanged, sum(alone) - exchanged) - alone[0]
 
     def _exchanged(self, kind: Kind, stage: int, unit: int | None) -> float:
         """Return the seconds of an F, I or B in which only tokens travel."""

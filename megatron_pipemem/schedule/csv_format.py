@@ -11,7 +11,7 @@ without actions, which have no line), ``# slices=4`` (parts of every microbatch;
 ``# vocabulary=1`` (barriers), or ``# update_every=4 versions_kept=2 update_delay=1``.
 Schedules without such properties have no header, so that other readers of the format accept their files.
 
-A forward and a backward that run together share a cell, as torch writes them: ``(3F2;1B0)OVERLAP_F_B``. So do two I.
+A forward and a backward that run together share a cell, as torch writes them: ``(3F2;1B0)OVERLAP_F_B``.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Table:
     letters: str  # a key of ``LETTERS``
     reason: str  # ``stated``, or the sign by which the letters were detected
     ignored: dict[str, int]  # number of occurrences of actions without meaning here, for example ``{"UNSHARD": 4}``
-    pairs: frozenset[Action]  # the first action of every pair (``Schedule.pairs``)
+    pairs: frozenset[Action]  # the forwards that run together with the backward after them
     in_turn: int  # number of torch's pairs of two backwards, which are read as two actions in turn
     header: Header = Header()
 
@@ -318,7 +318,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
                     continue
                 read.append(_action(part, letters, line, column))
             row += [Cell(action, line, column) for action in read]
-            if overlap and [action.kind for action in read] in _PAIRED[overlap[2]]:
+            if [action.kind for action in read] in _PAIRED:
                 pairs.add(read[0])
             elif overlap:
                 in_turn += 1
@@ -333,8 +333,8 @@ def write_table(
 ) -> str:
     """Return one line per device that has actions, with a pair in one cell, as in ``(3F2;1B0)OVERLAP_F_B``.
 
-    ``letters`` is a key of ``LETTERS``; ``torch`` is ``torch-new``. ``pairs`` is that of the schedule. Torch has no name for
-    a pair of two I, ``(3I2;1I3)OVERLAP_B_B``, so its letters have them in two cells.
+    ``letters`` is a key of ``LETTERS``; ``torch`` is ``torch-new``. ``pairs`` has the forwards that share a cell with
+    the backward after them (``Schedule.pairs``).
     """
     names = _WRITTEN.get(letters, {})
 
@@ -349,10 +349,8 @@ def write_table(
             return
         coming = iter(row)
         for action in coming:
-            overlap = "OVERLAP_F_B" if action.kind is Kind.F else "OVERLAP_B_B"
-            is_paired = action in pairs and (overlap == "OVERLAP_F_B" or not names)
-            second = next(coming, None) if is_paired else None
-            yield text(action) if second is None else f"({text(action)};{text(second)}){overlap}"
+            second = next(coming, None) if action in pairs else None
+            yield text(action) if second is None else f"({text(action)};{text(second)})OVERLAP_F_B"
 
     return "".join(",".join(cells(row)) + "\n" for row in actions if row)
 
@@ -366,12 +364,8 @@ def in_letters(message: str, letters: str) -> str:
 _BYTE_ORDER_MARK = "\ufeff"  # spreadsheets put it at the start of the file
 _COMPUTE = re.compile(r"(?<![0-9A-Z_])(\d+)(BW|[FIWB])(?=-?\d)")
 _SHARDING = re.compile(r"\s*\d+(UNSHARD|RESHARD)\s*")
-_OVERLAP = re.compile(r"\((.*)\)(OVERLAP_F_B|OVERLAP_B_B)")
-_PAIRED = {
-    "OVERLAP_F_B": [[Kind.F, kind] for kind in (Kind.I, Kind.B)],
-    "OVERLAP_B_B": [[Kind.I, Kind.I]],
-}
-"""The kinds of pairs by the name of their cell. Torch runs two backwards in an ``OVERLAP_F_B`` in turn."""
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_PAIRED = ([Kind.F, Kind.I], [Kind.F, Kind.B])
 _TORCH_ONLY = re.compile(r"\d+(?:SEND_B|RECV_B|UNSHARD|RESHARD)|OVERLAP_F_B")
 _NAMED = re.compile(r"\b(\d+)(SEND_I|RECV_I|I|B)(\d+)\b")
 _NEGATIVE = re.compile(r"\d+[A-Z_]+-\d+")

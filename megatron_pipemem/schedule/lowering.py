@@ -14,7 +14,7 @@ the destination. The receive comes after the last action there on which the mess
 hide nothing.) It comes before the first action there that depends on an action launched by the source after the send.
 Such a position exists, because the first limit comes before the second in every schedule without a deadlock.
 
-A pair counts as one action here: its receives come before both, and its sends after both.
+A pair of a forward and a backward counts as one action here: its receives come before both, and its sends after both.
 
 **With collectives between the actions** (``add_messages_in_sequence``). Messages and collectives may share a queue
 that each device serves strictly in posting order. Then a message delays all later posts of its device until the other

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.units import WHOLE, Units
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 Pair = tuple[tuple[Kind, int], tuple[Kind, int]]
-"""The kinds and stages of the first and the second action of a pair."""
+"""The kinds and stages of the forward and the backward of a pair."""
 Medians = dict[tuple[Kind, int], float]
 """Median seconds of a kind of action that ran alone, by stage and part (``Units.place``)."""
 
@@ -31,10 +31,10 @@ def _exchange_shares(pairs: Mapping[Pair, float], costs: Costs, placement: Place
     """
     seconds, devices = costs.seconds(placement), placement.devices
     hidden, computed = [0.0] * placement.num_devices, [0.0] * placement.num_devices
-    for ((kind, stage), (second_kind, other)), together in pairs.items():
-        first, second = seconds[kind][stage], seconds[second_kind][other]
-        hidden[devices[stage]] += min(max(0.0, first + second - together), first, second)
-        computed[devices[stage]] += seconds[Kind.F if kind is Kind.F else Kind.I][stage] + seconds[Kind.I][other]
+    for ((_, stage), (kind, other)), together in pairs.items():
+        forward, backward = seconds[Kind.F][stage], seconds[kind][other]
+        hidden[devices[stage]] += min(max(0.0, forward + backward - together), forward, backward)
+        computed[devices[stage]] += forward + seconds[Kind.I][other]
     overall = sum(hidden) / sum(computed) if any(computed) else 0.0
     shares = [part / all_ if all_ else overall for part, all_ in zip(hidden, computed, strict=True)]
     return tuple(shares[device] for device in devices)

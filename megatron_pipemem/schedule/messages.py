@@ -125,12 +125,8 @@ def places_of(rows: Sequence[Order]) -> Places:
     return places
 
 
-_PAIRS = ((Kind.F, Kind.I), (Kind.F, Kind.B), (Kind.I, Kind.I))
-"""The kinds of the two actions of a pair. Two B would add to the gradients of a stage before the first has reported them."""
-
-
 def check_pairs(schedule: Schedule, rows: Sequence[Order]) -> None:
-    """Check that every pair is an F with an I or B right after it, or two I, of another stage or microbatch.
+    """Check that every pair is a forward with a backward right after it, of another stage or microbatch.
 
     Pairs are refused in a schedule with slices, vocabulary passes, recomputation, offload or asynchronous updates.
     ``rows`` are the orders of the schedule, or the actions of its program.
@@ -152,20 +148,14 @@ def check_pairs(schedule: Schedule, rows: Sequence[Order]) -> None:
     for first in sorted(schedule.pairs):
         if first not in places:
             raise ScheduleError(
-                "bad-pair", f"no device runs {first}, the first action of a pair; add it to an order, or drop the pair"
+                "bad-pair", f"no device runs {first}, the forward of a pair; add it to an order, or drop the pair"
             )
         device, position = places[first]
         second = next(iter(rows[device][position + 1 :]), None)
-        if second is None or (first.kind, second.kind) not in _PAIRS:
-            problem = f"is paired with {second or 'nothing'}; a pair is an F and an I or B right after it, or two I"
-        elif second in schedule.pairs:
-            problem = f"is paired with {second}, which is paired with the action after it; drop one of the pairs"
-        elif first[1:] == second[1:] or (
-            first.kind is Kind.I
-            and first.microbatch == second.microbatch
-            and schedule.placement.next_stage(second.stage) == first.stage
-        ):
-            problem = f"cannot run together with {second}, which needs its result; drop the pair"
+        if first.kind is not Kind.F or second is None or second.kind not in (Kind.I, Kind.B):
+            problem = f"is paired with {second or 'nothing'}; a pair is a forward and an I or B right after it"
+        elif first[1:] == second[1:]:
+            problem = f"cannot run together with {second}, its own backward; drop the pair"
         else:
             continue
         raise ScheduleError("bad-pair", problem, at=(device, position, first))

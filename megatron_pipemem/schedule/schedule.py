@@ -49,9 +49,8 @@ class Schedule(Shown):
         vocabulary_barriers: 0 if the first stage has the embedding and the last stage the head. If both are cut over
             the devices, the number of barriers between forward and backward of the last stage: 1 (Algorithm 2 of
             arXiv 2411.05288) or 2 (its Algorithm 1).
-        pairs: forwards, each of which runs together with the backward (I or B) that follows it in its device's order,
-            and I that run together with the I that follows. A pair starts when the inputs of both have arrived, and both
-            results are ready when it ends.
+        pairs: forwards, each of which runs together with the backward (I or B) that follows it in its device's order.
+            A pair starts when the inputs of both have arrived, and both results are ready when it ends.
     """
 
     name: str

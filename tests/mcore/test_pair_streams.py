@@ -19,11 +19,6 @@ def test_computing_and_exchanges_of_pairs_are_ordered(watched):
     assert len(watched["found"]) == 4 and all("race" in kinds for kinds in watched["found"].values())
 
 
-def test_computing_and_exchanges_of_two_input_gradients_are_ordered(watched):
-    assert watched["of_inputs"].pop("") == []
-    assert len(watched["of_inputs"]) == 2 and all(watched["of_inputs"].values())
-
-
 def test_pairs_enter_the_contexts_of_quantised_numbers_as_the_plain_order_does(watched):
     """The backward of another microbatch, which runs within a forward, computes as outside of one."""
     assert len(watched["contexts"]) == 3

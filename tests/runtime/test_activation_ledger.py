@@ -298,19 +298,6 @@ def test_what_the_backward_of_a_pair_frees_counts_until_its_own_record():
     assert [entry.bytes for entry in ledger.entries] == [40, 52, 12]
 
 
-def test_the_backwards_of_a_pair_free_in_their_own_records():
-    ledger, tensors = ActivationLedger(), [torch.ones(size) for size in (10, 20)]
-    for microbatch, tensor in enumerate(tensors):
-        ledger.hold(tensor)
-        ledger.record(Action(Kind.F, 0, microbatch))
-    del tensor
-    ledger.free_later(1)
-    tensors.clear()
-    for microbatch in range(2):
-        ledger.record(Action(Kind.I, 0, microbatch))
-    assert [entry.bytes for entry in ledger.entries] == [40, 120, 80, 0]
-
-
 class EverythingScanned:
     """What a ledger counts, by going through all storages after every action."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron_pipemem.mcore.model.transformer_engine import defer
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import LANGUAGE_MODULE, Replacements
 from megatron_pipemem.runtime.executor import BackwardArguments, PairRunner, StepFeature
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, current_queue
+from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, current_queue
 
 
 def check_model(config: Any) -> None:
@@ -94,31 +95,12 @@ class StageInPieces(ChunkStage):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert isinstance(other, StageInPieces)
         other_input = arguments[1]
-        self._backward = other.begun(arguments)
+        self._backward = other.backward_in_pieces(*arguments)
         del arguments
+        with other.as_chunk():
+            next(self._backward, None)
         output = self.forward(microbatch, input)
-        return output, _gradient(other_input)
-
-    def run_backwards(
-        self, arguments: BackwardArguments, other: PairRunner, arguments_of_other: BackwardArguments
-    ) -> list[torch.Tensor | None]:
-        assert isinstance(other, StageInPieces)
-        inputs = arguments[1], arguments_of_other[1]
-        first, second = self.begun(arguments), other.begun(arguments_of_other)
-        del arguments, arguments_of_other
-        for _ in first:
-            next(second, None)
-        for _ in second:
-            pass
-        return [_gradient(input) for input in inputs]
-
-    def begun(self, arguments: BackwardArguments) -> Iterator[None]:
-        """Run a backward up to its last exchange of tokens. Return the rest of its pieces."""
-        backward = self.backward_in_pieces(*arguments)
-        del arguments
-        with self.as_chunk():
-            next(backward, None)
-        return backward
+        return output, None if other_input is None else other_input.grad
 
     def backward(
         self,
@@ -131,7 +113,7 @@ class StageInPieces(ChunkStage):
             for _ in self.backward_in_pieces(microbatch, input, output, output_gradient):
                 pass
         self.defer_weight_gradients()
-        return _gradient(input)
+        return None if input is None else input.grad
 
     def backward_in_pieces(
         self,
@@ -141,18 +123,20 @@ class StageInPieces(ChunkStage):
         output_gradient: torch.Tensor | None,
     ) -> Iterator[None]:
         """Run a backward, which leaves its result in ``input.grad``. It yields as ``Pieces.backward`` does."""
-        last = [(input, output, output_gradient)]
+        self._megatrons_backward(input, output, output_gradient)
         del input, output, output_gradient
-        yield from self._pieces.pop(microbatch).backward(lambda: self._megatrons_backward(*last.pop()))
+        yield from self._pieces.pop(microbatch).backward()
 
     def _megatrons_forward(self, microbatch: int, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         backward, self._backward = self._backward, iter(())
+        queue = current_queue()
+        run_late = partial(self._run_late, queue) if isinstance(queue, LateWeightGradients) else lambda: None
 
         def alternate() -> None:
             with _outside_of_quantisation(self.step.config):
                 next(backward, None)
 
-        pieces = Pieces(get_comm_stream(), current_queue(), self._defer, alternate)
+        pieces = Pieces(get_comm_stream(), run_late, alternate)
         output = None
         try:
             with ExitStack() as stack:
@@ -166,12 +150,14 @@ class StageInPieces(ChunkStage):
         self._pieces[microbatch] = pieces
         return output, num_tokens
 
-    def _defer(self, queue: WeightGradientQueue) -> None:
+    def _run_late(self, queue: LateWeightGradients) -> None:
+        """Run the weight gradients of a backward that is not split, while its tokens travel or its result does."""
+        computing = torch.cuda.current_stream()
         defer(self.delayed, queue)
-
-
-def _gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.grad
+        for tensor in queue.tensors():
+            # The stream of exchanges made some of them, and does not wait for this use.
+            tensor.record_stream(computing)
+        queue.run_part()
 
 
 def _outside_of_quantisation(config: Any) -> AbstractContextManager:

@@ -1,7 +1,7 @@
 """Run the pairs of a program: its forwards and backwards that run together.
 
 Layers with experts cut a forward into *pieces* that compute or exchange tokens. Each piece has a backward of its own, so
-that a forward and a backward of another microbatch, or two backwards, can run in turn, piece by piece.
+that a forward and a backward of another microbatch can run in turn, piece by piece.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction
 from megatron_pipemem.runtime.sections import Section, is_received
-from megatron_pipemem.runtime.weight_gradients import LateWeightGradients, WeightGradientQueue, collecting
 from megatron_pipemem.schedule.action import Action, Kind
 
 
 @dataclass(eq=False)
 class Pairs:
-    """The step feature that runs both actions of a pair at the place of the first, for one step on one rank."""
+    """The step feature that runs both actions of a pair at the place of its forward, for one step on one rank."""
 
     pairs: frozenset[Action]
     exchanging: Callable[[], AbstractContextManager]
@@ -34,11 +33,13 @@ class Pairs:
     def extend(self, executor: Executor) -> Handlers:
         """Return handlers of F, I, B and SEND_F.
 
-        That of a pair's second action only runs the rest that the first has left. The output of a pair's forward leaves
+        That of a pair's backward only runs the rest that ``run_pair`` has left. The output of a pair's forward leaves
         as soon as the last exchange has made it, while the end of the backward is still computed.
         """
         partners = {
-            first.action: second for first, second in pairwise(executor.instructions) if first.action in self.pairs
+            forward.action: backward
+            for forward, backward in pairwise(executor.instructions)
+            if forward.action in self.pairs
         }
         executor.late_weights = True
         run_forward, run_send = executor.handlers[Kind.F], executor.handlers[Kind.SEND_F]
@@ -54,15 +55,11 @@ class Pairs:
         def after_pairs(run: Handler) -> Handler:
             def backward(instruction: Instruction) -> None:
                 finish = self._finishes.pop(instruction.action, None)
-                if finish is not None:
-                    finish()
-                    return
-                self._last = None
-                second = partners.get(instruction.action)
-                if second is None:
+                if finish is None:
+                    self._last = None
                     run(instruction)
                 else:
-                    self._finishes[second.action] = executor.run_backwards(instruction, second)
+                    finish()
 
             return backward
 
@@ -104,21 +101,13 @@ class Pieces:
 
     Args:
         exchanging: the stream of exchanges. The other one is the stream that is current now.
-        queue: the microbatch's weight gradients; ``None`` without a backward.
-        defer: called with the queue after every piece of the backward that computes. It queues the weight gradients that
-            the layers have kept.
+        run_late: runs the weight gradients that a whole backward has put off so far.
         alternate: called between pieces: it runs the next pieces of another microbatch's backward.
     """
 
-    def __init__(
-        self,
-        exchanging: Any,
-        queue: WeightGradientQueue | None,
-        defer: Callable[[WeightGradientQueue], None],
-        alternate: Callable[[], None],
-    ):
+    def __init__(self, exchanging: Any, run_late: Callable[[], None], alternate: Callable[[], None]):
         self.computing, self.exchanging = torch.cuda.current_stream(), exchanging
-        self._queue, self._defer, self._alternate = queue, defer, alternate
+        self._run_late, self._alternate = run_late, alternate
         self._event = torch.cuda.Event()
         self._pieces = [_PieceOfForward(_REMEDY, self.computing)]
         self._switched = ExitStack()
@@ -148,15 +137,12 @@ class Pieces:
             self._event.record()
             self._event.wait(self.exchanging)
 
-    def backward(self, run_last: Callable[[], object]) -> Iterator[None]:
-        """Run the backwards of all pieces. ``run_last`` runs that of the last one, up to the gradient of its input.
+    def backward(self) -> Iterator[None]:
+        """Run the backwards of all pieces but the last one, whose backward has run.
 
-        It yields where another microbatch may run its next piece, for the first time after the last exchange.
+        It yields where the forward of another microbatch may run its next piece, and begins with the last exchange.
         """
         pieces = self._pieces[:-1]
-        with collecting(self._queue):
-            run_last()
-            self._put_off()
         self._event.record()
         while pieces:
             self._run(pieces.pop())
@@ -172,21 +158,6 @@ class Pieces:
 
     def _run(self, piece: _PieceOfForward) -> None:
         self._event.wait(piece.stream)
-        with torch.cuda.stream(piece.stream), collecting(self._queue):
+        with torch.cuda.stream(piece.stream):
             piece.backward()
-            if piece.stream is self.computing:
-                self._put_off()
             self._event.record()
-
-    def _put_off(self) -> None:
-        """Queue the weight gradients of a piece before another microbatch's backward runs the same layers."""
-        if self._queue is not None:
-            self._defer(self._queue)
-
-    def _run_late(self) -> None:
-        """Run the weight gradients of a backward that is not split, while its tokens travel or its result does."""
-        if isinstance(self._queue, LateWeightGradients):
-            for tensor in self._queue.tensors():
-                # The stream of exchanges made some of them, and does not wait for this use.
-                tensor.record_stream(self.computing)
-            self._queue.run_part()
