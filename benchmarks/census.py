@@ -56,6 +56,9 @@ SCHEDULES = ("1f1b", "interleaved", "1f1b-v", "zb-h1", "v-half", "seq1f1b")
 ACCEPTING = (*((schedule, {}) for schedule in SCHEDULES), ("seq1f1b", {"cp_comm_type": GATHERED_KEYS}))
 """Schedules of which the second form counts the recipes, each with its changes of their settings."""
 
+VARIANTS = {"Qwen/Qwen3-Next": "gated_delta_net", "zai-org/GLM-5": "dsa"}
+"""Attention of models whose settings are on Hugging Face alone, by the beginning of the model's name."""
+
 
 def recipes() -> Iterator[dict[str, Any]]:
     """Yield the recipes with a pipeline, evaluated, each once, and those that raise an error."""
@@ -82,6 +85,7 @@ def benchmarks() -> Iterator[Mapping[str, Any]]:
     """Yield the settings of the benchmark recipes that have a pipeline and can be evaluated.
 
     Numbers of experts may be on Hugging Face alone. A recipe with expert-parallel ranks then has one expert per rank here.
+    Variants of attention are there, too: ``VARIANTS`` has them.
     """
     folder, names = _bridge(), []
     for file in sorted((folder / "perf_recipes").rglob("*.py")):
@@ -95,7 +99,9 @@ def benchmarks() -> Iterator[Mapping[str, Any]]:
     for facts in evaluate(names):
         if facts.get("values", {}).get(_RANKS, 1) > 1:
             ranks = facts["values"].get("expert_model_parallel_size") or 1
-            yield ({"num_moe_experts": ranks} if ranks > 1 else {}) | facts["values"]
+            variants = (kind for name, kind in VARIANTS.items() if (facts["model"] or "").startswith(name))
+            of_model = {"experimental_attention_variant": next(variants, None)}
+            yield of_model | ({"num_moe_experts": ranks} if ranks > 1 else {}) | facts["values"]
 
 
 def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:

@@ -118,6 +118,7 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: question.request.pairs, refusals.DELAYED_PAIRS),
     (lambda question: question.is_ours, refusals.PACKED),
     (lambda question: question.is_ours, refusals.BIASED_MLPS),
+    (lambda question: question.is_ours and question.schedule_request.may_split, refusals.REPEATED_AGAIN),
     (lambda question: question.is_ours, refusals.SHARED_DOCUMENTS),
     (lambda question: question.request.overlap_steps, refusals.OVERLAPPED),
     (lambda question: question.request.overlap_steps and question.request.is_asynchronous, refusals.DELAYED),

@@ -565,6 +565,18 @@ def _recomputes_biased_mlps(value_of: ValueOf) -> bool:
     )
 
 
+def _recomputes_repeated_weights(value_of: ValueOf) -> bool:
+    """Return whether a weight is used at several depths, in parts that run again, and its gradients wait in ``grad``."""
+    granularity = value_of("recompute_granularity")
+    parts = {*_modules(value_of)} - {"core_attn", "layernorm", "moe_act"}  # which have no weight that waits for W
+    has_biases = value_of("add_bias_linear") and not value_of("disable_bias_linear")
+    return bool(
+        value_of("mtp_use_repeated_layer")
+        and (granularity == "full" or (granularity == "selective" and parts))
+        and (value_of("gradient_accumulation_fusion") is False or has_biases)
+    )
+
+
 def _is_packed(value_of: ValueOf) -> bool:
     return bool(value_of("sft") or value_of("dataloader_inter_document_masking"))
 
@@ -587,6 +599,12 @@ BIASED_MLPS = Rule(
     _recomputes_biased_mlps,
     "Megatron's backward of a recomputed MLP never ends if linear layers have biases; pass --disable-bias-linear, or "
     "leave mlp out of --recompute-modules",
+)
+REPEATED_AGAIN = Rule(
+    _recomputes_repeated_weights,
+    "stock adds the weight gradients of a recomputed part that ran at several depths one by one, and W adds their sum, which "
+    "is rounded otherwise; drop --mtp-use-repeated-layer, recompute only core_attn, layernorm and moe_act, or fuse gradient "
+    "accumulation and pass --disable-bias-linear",
 )
 SHARED_DOCUMENTS = Rule(
     lambda value_of: value_of("dataloader_inter_document_masking") and not value_of("sft") and _is_shared(value_of),

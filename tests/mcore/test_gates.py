@@ -50,6 +50,18 @@ QUESTIONS = {
         Request("stock"),
         {"recompute_granularity": "selective", "recompute_modules": "core_attn mlp", "add_bias_linear": True},
     ),
+    "REPEATED_AGAIN": (
+        Request("zb-h1"),
+        Request("1f1b"),
+        {
+            **{
+                "mtp_use_repeated_layer": True,
+                "recompute_granularity": "selective",
+                "recompute_modules": ["mla_up_proj"],
+            },
+            "gradient_accumulation_fusion": False,
+        },
+    ),
     "SHARED_DOCUMENTS": (
         Request("1f1b"),
         Request("stock"),
