@@ -345,8 +345,7 @@ def follow_random_streams() -> None:
     steps = GraphedSteps()
     capturing = property(lambda _: next((graphs for graphs in _graphs if graphs.is_capturing), None), lambda *_: None)
     GraphedSteps._graphs = capturing
-    fork = random.CudaRNGStatesTracker.fork
-    random.CudaRNGStatesTracker.fork = lambda tracker, *names: steps._fork(partial(fork, tracker), *names)
+    random.initialize_rng_tracker = partial(steps._make_tracker, random.initialize_rng_tracker)
     random._get_all_rng_states = partial(steps._get_states, random._get_all_rng_states)
     random._set_all_rng_states = partial(steps._set_states, random._set_all_rng_states)
     random._get_share_storage = lambda: cuda_graphs.restore

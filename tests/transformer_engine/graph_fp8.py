@@ -122,7 +122,7 @@ class World(graph_experts.World):
         return get_gpt_layer_with_transformer_engine_spec(self.config.num_moe_experts, self.config.moe_grouped_gemm)
 
     def _stage(self, stage: int) -> DistributedDataParallel:
-        tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, use_cudagraphable_rng=True, force_reset_rng=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(1 + stage, te_rng_tracker=True, force_reset_rng=True)
         ends = {"pre_process": stage == 0, "post_process": self.placement.next_stage(stage) is None}
         spec = self._layers()
         if self.config.mtp_num_layers and ends["post_process"]:
@@ -163,7 +163,11 @@ class World(graph_experts.World):
                         parameter.copy_(copy)
 
     def evaluate(self) -> torch.Tensor:
-        """Return the results of the stages for one microbatch, one after the other and without gradients."""
+        """Return the results of the stages for one microbatch, one after the other and without gradients.
+
+        The random streams stay as they are.
+        """
+        states = graph_experts.random_states()
         tokens = torch.arange(SEQUENCE + 1)[None] % graph_experts.VOCABULARY
         hidden = None
         with torch.no_grad():
@@ -178,15 +182,15 @@ class World(graph_experts.World):
                     labels=tokens[:, 1:].contiguous(),
                 )
         MTPLossLoggingHelper.clean_metrics_in_tracker()
+        graph_experts.set_random_states(states)
         return hidden
 
 
-def differing(schedule: str, recipe: str, fault: Callable[[World], Any] = lambda world: nullcontext(), **settings: Any):
+def differing(plain: World, graphed: World, fault: Callable[[World], Any] = lambda world: nullcontext()) -> int | str:
     """The results of replayed steps that differ from those of the same steps without graphs, or an error's code.
 
     ``fault`` returns a context for the steps in graphs.
     """
-    plain, graphed = World(schedule, recipe, **settings), World(schedule, recipe, **settings)
     count, replays = 0, cuda_graphs.CUDAGraph.counts["replays"]
     try:
         for number in range(STEPS):
@@ -282,10 +286,14 @@ def main() -> None:
     graph_experts.split_linears()
     names = sys.argv[1:]
     shown: dict[str, Any] = {"models": {}, "faults": {}, "losses": {}}
-    shown["models"] = {name: differing(*MODELS[name][:2], **MODELS[name][2]) for name in names if name in MODELS}
+
+    def worlds(schedule: str, recipe: str, settings: dict[str, Any]) -> list[World]:
+        return [World(schedule, recipe, **settings) for _ in range(2)]
+
+    shown["models"] = {name: differing(*worlds(*MODELS[name])) for name in names if name in MODELS}
     if "faults" in names:
         for name, (recipe, fault, settings) in FAULTS.items():
-            shown["faults"][name] = differing("zb-h1", recipe, fault, **settings)
+            shown["faults"][name] = differing(*worlds("zb-h1", recipe, settings), fault)
         for recipe in RECIPES:
             shown["losses"][recipe] = float(World("zb-h1", recipe).step(0, False)[0].sum())
     json.dump(shown, sys.stdout)

@@ -30,7 +30,19 @@ LATENT = graph_experts.LATENT | {"add_bias_linear": False}
 EXPERTS = LATENT | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True}
 EXPERTS |= {"num_layers": 2, "moe_layer_freq": [0, 1], "moe_token_dispatcher_type": "alltoall"}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
-RECIPE = EXPERTS | SHARED | {"moe_shared_expert_overlap": True, "mtp_num_layers": 1}
+LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+DEEPSEEK = (
+    EXPERTS
+    | SHARED
+    | LLAMA
+    | graph_experts.RANDOM
+    | {
+        **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"},
+        **{"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5, "qk_layernorm": True},
+    }
+)
+RECIPE = DEEPSEEK | {"moe_shared_expert_overlap": True, "mtp_num_layers": 1}
+KIMI = DEEPSEEK | graph_experts.HYBRID_EP
 WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DENSE = ("layernorm", "mla_up_proj", "mlp")
 MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
@@ -38,6 +50,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "zb-h1, tensorwise": ("zb-h1", "tensorwise", EXPERTS | SHARED, (*DENSE, "moe_act", "shared_experts")),
     "zb-h1, layers": ("zb-h1", "tensorwise", LATENT, ()),
     "zb-h1, mxfp8": ("zb-h1", "mxfp8", RECIPE | graph_fp8.IN_8_BITS, (*DENSE, "moe_act")),
+    "v-half, tensorwise, hybridep": ("v-half", "tensorwise", KIMI | graph_fp8.IN_8_BITS, ("mla_up_proj",)),
 }
 
 
@@ -48,16 +61,10 @@ class World(graph_fp8.World):
         return get_gpt_decoder_block_spec(self.config, use_transformer_engine=True)
 
 
-def differing(schedule: str, recipe: str, settings: dict[str, Any], modules: tuple[str, ...]) -> int:
+def differing(schedule: str, recipe: str, settings: dict[str, Any], modules: tuple[str, ...]) -> int | str:
     plain = World(schedule, recipe, **settings)
     graphed = World(schedule, recipe, **settings, **(graph_experts.again(*modules) if modules else WHOLE_LAYERS))
-    count = 0
-    for number in range(4):
-        pairs = zip(plain.step(number, False), graphed.step(number, number > 0), strict=True)  # the first step warms up
-        count += sum(not torch.equal(*pair) for pair in pairs)
-        for world in (plain, graphed):
-            world.update()
-    return count
+    return graph_fp8.differing(plain, graphed)
 
 
 def restored_once(tensor: torch.Tensor, source: torch.Tensor) -> None:

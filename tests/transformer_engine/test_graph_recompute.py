@@ -14,5 +14,5 @@ def test_replayed_steps_equal_plain_steps_and_a_fault_is_found():
 
 @nightly("the cases above")
 def test_parts_and_layers_are_recomputed_with_current_scaling():
-    names = ("zb-h1, tensorwise", "zb-h1, layers")
+    names = ("zb-h1, tensorwise", "zb-h1, layers", "v-half, tensorwise, hybridep")
     assert printed_for(*names, program="graph_recompute.py")["models"] == dict.fromkeys(names, 0)
