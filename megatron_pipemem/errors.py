@@ -226,7 +226,7 @@ class ScheduleError(PipememError, ValueError):
 
     Args:
         code: see ``PipememError``.
-        message: what is wrong and what to change.
+        message: what is wrong and what to change. The attribute ``problem`` has it without the place.
         at: the device whose order is wrong, the position in that order (or program), and the action there, if known.
         cycle: in a deadlock, the waits of its devices (``schedule.dependencies.Wait``): each device waits for the next
             one, and the last one for the first.
@@ -234,6 +234,7 @@ class ScheduleError(PipememError, ValueError):
 
     def __init__(self, code: str, message: str, *, at: tuple[Any, ...] = (), cycle: tuple[Any, ...] = ()):
         self.cycle = cycle
+        self.problem = message
         self.device, self.position, action = (*at, None, None, None)[:3]
         self.action = None if action is None else str(action)
         known = {"device": self.device, "position": self.position, "action": self.action}

@@ -114,10 +114,10 @@ def places_of(rows: Sequence[Order]) -> Places:
     for device, row in enumerate(rows):
         for position, action in enumerate(row):
             if action in places:
-                other_device, other_position = places[action]
+                other_device = places[action][0]
                 raise ScheduleError(
                     "duplicate-action",
-                    f"already stands at position {other_position} of device {other_device}; remove one of the two, or "
+                    f"already stands on device {other_device}; remove one of the two, or "
                     "correct the stage or microbatch of one",
                     at=(device, position, action),
                 )
@@ -260,7 +260,7 @@ def check_posts(
         if device != home:
             code, problem = "misplaced-action", f"belongs on device {home}{side}; move it there"
         elif neighbour is not None and (places[neighbour][1] < position) is not follows:
-            code, problem = "wrong-order", f"must come{side} at position {places[neighbour][1]}; move it"
+            code, problem = "wrong-order", f"must come{side}; move it"
         else:
             continue
         raise ScheduleError(code, problem, at=(device, position, action))

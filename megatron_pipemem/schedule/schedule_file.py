@@ -110,8 +110,12 @@ def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
 
 
 def _fault(table: Table, error: ScheduleError) -> Fault:
-    message = _describe(error.cycle) if error.cycle else str(error)
-    return Fault(error, in_letters(message, table.letters), _cell(table, error))
+    cell, message = _cell(table, error), str(error)
+    if error.cycle:
+        message = _describe(error.cycle)
+    elif cell is not None:  # the place of the cell says more than the position in the device's order
+        message = f"device {error.device}, action {error.action}: {error.problem}"
+    return Fault(error, in_letters(message, table.letters), cell)
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:

@@ -273,14 +273,12 @@ def _stray(schedule: Schedule, action: Action, device: int) -> tuple[str, str]:
     if placement.devices[stage] != device:
         return "misplaced-action", f"needs stage {stage}, which device {placement.devices[stage]} holds; move it there"
     microbatch, replica = units.microbatch(unit), placement.replica_of(stage)
-    actions = ((d, at, other) for d, order in enumerate(schedule.orders) for at, other in enumerate(order))
-    first_device, first_position, first = next(
-        place for place in actions if units.microbatch(place[2].microbatch) == microbatch
-    )
+    actions = ((d, other) for d, order in enumerate(schedule.orders) for other in order)
+    first_device, first = next(place for place in actions if units.microbatch(place[1].microbatch) == microbatch)
     if placement.replica_of(first.stage) != replica:
         return (
             "mixed-replicas",
-            f"runs microbatch {microbatch} on replica {replica}, but {first} at position {first_position} of device "
+            f"runs microbatch {microbatch} on replica {replica}, but {first} of device "
             f"{first_device} runs it on replica {placement.replica_of(first.stage)}; a microbatch runs through all stages "
             "of one replica, so remove or renumber one of the two",
         )
@@ -289,7 +287,7 @@ def _stray(schedule: Schedule, action: Action, device: int) -> tuple[str, str]:
         inputs, weights = action._replace(kind=Kind.I), action._replace(kind=Kind.W)
         return (
             "duplicate-action",
-            f"repeats work of {full} at position {schedule.orders[device].index(full)}; keep {full}, or {inputs} and {weights}",
+            f"repeats work of {full}; keep {full}, or {inputs} and {weights}",
         )
     recompute_kind = schedule.recomputed.get(stage)
     if kind in RECOMPUTE and kind is not recompute_kind:
@@ -354,7 +352,7 @@ def _check_needs(schedule: Schedule, dependencies: Dependencies) -> None:
                 code, problem = "missing-action", f"needs {needed}{or_full}, which no device runs; add it"
             elif places[needed] > (device, position) and places[needed][0] == device:
                 code = "wrong-order"
-                problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
+                problem = f"needs {needed}, which comes later; move {needed} before it"
             else:
                 continue
             raise ScheduleError(code, problem, at=(device, position, action))
@@ -423,8 +421,7 @@ def _check_rising(
     reversal = "" if reversed_units.are_whole else ", parts from the last to the first"
     raise ScheduleError(
         "wrong-order",
-        f"comes after {before} at position {earlier - first}, but {noun} run in microbatch order{reversal}; move it before "
-        f"{before}",
+        f"comes after {before}, but {noun} run in microbatch order{reversal}; move it before {before}",
         at=(device, later - first, dependencies.actions[later]),
     )
 

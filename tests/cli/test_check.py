@@ -71,14 +71,18 @@ def test_check_names_device_position_and_action(pipemem, csv, text, device, posi
     shown = pipemem("check", file)
     assert shown.exit_code == 1 and shown.stdout == ""
     (line,) = shown.stderr.splitlines()
-    assert line.startswith("error: ") and f"device {device}, position {position}, action {action}" in line
+    assert (
+        line.startswith("error: ")
+        and f"device {device}, action {action}: " in line
+        and f"(line {device + 1}, cell {position + 1})" in line
+    )
 
 
 def test_gradients_in_another_order_than_stocks_are_valid_and_said_to_be_unfit_to_run(pipemem, pipemem_json, csv):
     assert pipemem_json("check", csv("0F0,0B0\n1F0,1B0\n"))["cannot_run"] is None
     file = csv("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n")
     answer = pipemem_json("check", file)
-    assert answer["valid"] and answer["cannot_run"].startswith("device 0, position 3, action 0B0: comes after 0B1")
+    assert answer["valid"] and answer["cannot_run"].startswith("device 0, action 0B0: comes after 0B1, but")
     assert answer["cannot_run"].endswith("(line 1, cell 4)")
     for arguments in (
         ("check", file),

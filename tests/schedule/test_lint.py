@@ -40,7 +40,7 @@ LOWERED = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F
         # torch's own 1F1B table: the last rank counts its forwards from 1
         ("0F0,0F1,0B0,0B1\n,,1F1,1B0,1F2,1B1\n", (2, 3), "subtract 1 from each number, so that 1F1 becomes 1F0"),
         ("0F0,0F1,0B0,0B1,0F7\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1\n", (1, 5), "microbatches 0 to 1; remove or renumber"),
-        ("0F0,0F0,0B0\n1F0,1B0\n", (1, 2), "already stands at position 0 of device 0; remove one of the two"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", (1, 2), "already stands on device 0; remove one of the two"),
         ("0F0,0B0\n1F0,,1B0,1F0\n", (2, 4), "already stands"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1\n", (2, 3), "needs 1F1, which comes later"),
         ("0F0,0I0\n1F0,1B0\n", (1, 2), "has no 0W0 after it"),
