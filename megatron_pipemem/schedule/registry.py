@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import AUTO, STOCK, check_whole
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.units import WHOLE, Units
 
 ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
@@ -214,7 +214,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     over = [device for device, peak in enumerate(own_peaks) if peak > loosened(caps[device])]
     if not over:
         return
-    worst = max(over, key=lambda device: own_peaks[device])
+    worst, own_makespan = max(over, key=lambda device: own_peaks[device]), simulate(schedule).makespan
     fitting: dict[bool, list[str]] = {False: [], True: []}  # by whether a family offloads and the chosen one does not
     for other in families():
         # Replicas save activations but hold more weights.
@@ -222,14 +222,15 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
             continue
         try:
             fitted = _fitted_to(other, caps)
-            others = peaks(other.schedule(schedule.num_devices, schedule.num_microbatches, fitted), units)
+            built = other.schedule(schedule.num_devices, schedule.num_microbatches, fitted)
+            others, slower = peaks(built, units), simulate(built).makespan / own_makespan
         except PipememError:
             continue
         if all(peak <= loosened(cap) for peak, cap in zip(others, caps, strict=True)):
-            fitting[other.offloads > chosen.offloads].append(f"{other.name} ({max(others):.4g})")
+            fitting[other.offloads > chosen.offloads].append(f"{other.name} ({max(others):.4g}; {slower:.2f})")
     ways_out = [
         f"schedule {AUTO} searches for an order within it",
-        f"these named schedules fit, with peaks in these units: {', '.join(fitting[False])}"
+        f"these named schedules fit (peak in these units; makespan / this one's, if F = I = W): {', '.join(fitting[False])}"
         if fitting[False]
         else "no named schedule that trains alike fits on the device",
     ]
