@@ -99,7 +99,8 @@ def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_pa
     searched = [choice for choice in choices if choice["memory_cap"]]
     assert searched and all(choice["memory_cap"] == 0.75 > choice["share_of_1f1b"] - 1e-9 for choice in searched)
     assert {choice["share_of_1f1b"] for choice in pipemem_json(*size)["choices"]} == {None}
-    assert "shares of 1F1B's bytes" in " ".join(pipemem(*size, "--costs", path).stdout.split())
+    text = " ".join(pipemem(*size, "--costs", path).stdout.split())
+    assert "shares of 1F1B's bytes" in text and f"0.75 is {0.75 * 4096 / 2**30:.4g}GiB" in text
 
 
 def test_pareto_says_what_caps_nothing_fits(pipemem):

@@ -361,3 +361,13 @@ def test_what_selective_recomputes_and_assumes_is_named(pipemem):
 def test_copies_of_the_weights_are_named_where_peaks_are_compared(pipemem):
     told = " ".join(pipemem("simulate", "gems", "1f1b", "-p", 4, "-m", 8).stdout.split())
     assert "weights, which peaks leave out, are held by gems 2 times" in told
+
+
+def test_what_offload_and_a_cut_head_assume_is_printed(pipemem):
+    size = ("-p", 4, "-m", 8)
+    text = pipemem("simulate", "1f1b", *size, "--offload", "half").stdout
+    assert "take 1 times F, I and W" in text
+    assert "take 1 times F, I and W" in pipemem("show", "zbv", *size, "--offload", "full").stdout
+    cut = ("simulate", "v-half", *size, "--vocab-cut", 2)
+    assert "no time without a cut" in pipemem(*cut).stdout
+    assert "no time without a cut" not in pipemem(*cut, "--head-cost", 1).stdout

@@ -23,7 +23,6 @@ from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.config.runs import Run
 from megatron_pipemem.tools.planner.prices import (
     cheap_recompute,
-    cluster_offload_ratio,
     layer,
     offload_ratio,
 )
@@ -151,11 +150,15 @@ def test_k_of_the_paper(hidden):
     assert round(offload_ratio(gpt(), cheap_recompute(ONE), 220e12, channel), 3) == 1.705
 
 
+def _ratio_on(cluster):
+    return offload_ratio(gpt(), cheap_recompute(ONE), cluster.flops, cluster.host, cluster.sharing(0))
+
+
 def test_k_on_the_a100_cluster_is_the_papers_where_two_devices_take_turns():
     cluster = load("a100-80g", Cluster)
-    k = cluster_offload_ratio(gpt(), cheap_recompute(ONE), cluster)
+    k = _ratio_on(cluster)
     assert k == pytest.approx(1.705, rel=0.01)
-    alone = cluster_offload_ratio(gpt(), cheap_recompute(ONE), replace(cluster, switches=()))
+    alone = _ratio_on(replace(cluster, switches=()))
     assert alone == pytest.approx(0.7 * k)
 
 

@@ -18,7 +18,7 @@ from lanes import rest_nightly
 from refusals import refused
 
 from megatron_pipemem.errors import ConfigError, CostsError
-from megatron_pipemem.model.activations import stage_bytes
+from megatron_pipemem.model.activations import moved_bytes, stage_bytes
 from megatron_pipemem.model.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
 from megatron_pipemem.model.model import Execution, Model
 from megatron_pipemem.part_costs import PartCosts, even_layers, read_costs
@@ -31,6 +31,7 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load
 from megatron_pipemem.tools.cpu import activate
+from megatron_pipemem.tools.planner.prices import cheap_recompute
 from megatron_pipemem.tools.planner.profile import Profile, from_formulas
 from megatron_pipemem.tools.report.timeline import DrawnRun
 
@@ -85,6 +86,12 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
     assert DrawnRun(timeline).time_unit == "seconds"
     flops = 32 * layer_flops(profile.model, profile.execution).total
     assert timeline.makespan > 8 * flops / 4 / cluster.flops
+    execution = cheap_recompute(profile.execution)
+    copying = cluster.host.round_trip_seconds(
+        moved_bytes(profile.model, execution, profile.model.main_kind), cluster.sharing(0)
+    )
+    ratios = json.loads(done.stdout)["profile"]["offload_ratio"]
+    assert ratios["cheap_recomputed"] == pytest.approx(copying / profile.layer.seconds.total), "of the printed seconds"
 
 
 @pytest.mark.parametrize(("options", "named"), [((), DEFAULT_CLUSTER), (("--cluster", "b200"), "b200")])

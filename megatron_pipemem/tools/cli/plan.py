@@ -613,7 +613,8 @@ def _ranks(run: Run, placement: Placement, layouts: Mapping[str, _Layout]) -> Fi
         text += [name, f"{name} load"]
         columns += [name, f"{name} ms", f"{name} load"]
     columns[4:4] = [f"{columns[1]} GiB"]
-    title = f"{schedule}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch"
+    batch = f"{cut.microbatches} microbatches of {cut.micro_batch} x {run.model.sequence:,} tokens"
+    title = f"{schedule}, {cut.pp} pipeline ranks, {batch}: ms per microbatch"
     title += ", with a shade per chunk" * (placement.num_chunks > 1)
     table = FittingTable(columns, text=text, title=title, caption=_letters_of(layouts))
     longest = max(max(one.rank_seconds) for one in layouts.values())

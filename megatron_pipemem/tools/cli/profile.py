@@ -22,7 +22,7 @@ from megatron_pipemem.tools.cli.options import Json, takes_group
 from megatron_pipemem.tools.config.cluster import DEFAULT_CLUSTER, Cluster
 from megatron_pipemem.tools.config.loading import load, locate, read_raw, typed
 from megatron_pipemem.tools.config.runs import Run
-from megatron_pipemem.tools.planner.prices import cheap_recompute, cluster_offload_ratio, offload_ratio
+from megatron_pipemem.tools.planner.prices import cheap_recompute, offload_ratio
 from megatron_pipemem.tools.planner.profile import Bandwidths, Part, Profile, from_formulas
 from megatron_pipemem.tools.report.terminal import FittingTable
 
@@ -197,12 +197,11 @@ def _ratios(prices: Profile, cluster: Cluster) -> dict[str, float]:
     measured, or those of the cluster.
     """
     executions = {"as_is": prices.execution, "cheap_recomputed": cheap_recompute(prices.execution)}
-    if (measured := prices.bandwidths) is None:
-        return {name: cluster_offload_ratio(prices.model, execution, cluster) for name, execution in executions.items()}
-    channel = replace(cluster.host, d2h_gb_per_s=measured.d2h_computing, h2d_gb_per_s=measured.h2d_computing)
-    seconds = prices.layer.seconds.total
+    channel, sharing, seconds = cluster.host, cluster.sharing(0), prices.layer.seconds.total
+    if (measured := prices.bandwidths) is not None:
+        channel, sharing = replace(channel, d2h_gb_per_s=measured.d2h_computing, h2d_gb_per_s=measured.h2d_computing), 1
     return {
-        name: offload_ratio(prices.model, execution, cluster.flops, channel, seconds=seconds)
+        name: offload_ratio(prices.model, execution, cluster.flops, channel, sharing, seconds)
         for name, execution in executions.items()
     }
 
@@ -245,8 +244,8 @@ def _shown(prices: Profile, ratios: dict[str, float], name: object, cluster: str
         ("optimizer", f"{prices.optimizer_seconds * 1e9:.3f} ns per parameter"),
         (
             "offload ratio",
-            f"a layer's activations take {ratios['as_is']:.2f} times as long to the host and back as its F, I and W "
-            f"({recomputed}); at 1 or less, computing hides all copies{link}",
+            f"activations of a layer ({kind_name(prices.model.main_kind)}) take {ratios['as_is']:.2f} times as long "
+            f"to the host and back as its F, I and W ({recomputed}); at 1 or less, computing hides all copies{link}",
         ),
     ]
     if rates is not None:

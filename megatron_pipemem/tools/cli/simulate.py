@@ -18,7 +18,7 @@ from megatron_pipemem.features.offload.transfers import NOT_CHOSEN
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
 from megatron_pipemem.request import algorithm_of
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Kind
-from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
+from megatron_pipemem.schedule.baseline import bytes_of_1f1b, in_shares_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Costs
 from megatron_pipemem.schedule.display import shortened
@@ -26,6 +26,7 @@ from megatron_pipemem.schedule.earlier_weights import with_earlier_weights
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened, parse_caps
 from megatron_pipemem.schedule.options import NOT_NEGATIVE, OFF, STOCK
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
@@ -73,6 +74,7 @@ from megatron_pipemem.tools.cli.options import (
     complete_schedules,
     takes_group,
 )
+from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.planner.pareto import (
     LEAST_SAVED,
     bound_line,
@@ -238,7 +240,8 @@ def _lines(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Iter
         if barriers := facts["vocabulary_barriers"]:
             yield "in a run", f"--pipemem-vocab-cut {algorithm_of(barriers)}"
     elif count := facts.get("vocabulary_barriers"):
-        yield "vocabulary", f"cut over all devices, with {count} barrier{'s' * (count > 1)} per microbatch"
+        assumed = "" if timeline.costs.vocabulary is not None else _ASSUMED_HEAD
+        yield "vocabulary", f"cut over all devices, with {count} barrier{'s' * (count > 1)} per microbatch{assumed}"
     if facts.get("single_queue_makespan"):
         ratio = facts["single_queue_makespan"] / facts["makespan"]
         makespan = f"makespan {facts['single_queue_makespan']:.6g}"
@@ -275,7 +278,7 @@ def _memory(facts: Mapping[str, Any], timeline: Timeline, loaded: Loaded) -> Ite
             "host memory",
             (
                 f"{facts['host_peak']:.6g} activation units at most, of one device; {facts['transfers']} copies to and from "
-                "the host in a step"
+                f"the host in a step{DrawnRun(timeline).copy_text}"
             ),
         )
     if any(facts["stall_seconds"]):
@@ -305,6 +308,7 @@ def _recomputed(stages_by_mode: Mapping[str, Sequence[int]], num_stages: int, co
         yield f"{text} on {'all stages' if is_everywhere else 'stages ' + ', '.join(map(str, stages))}"
 
 
+_ASSUMED_HEAD = "; the head takes as long as a device's layers here, and no time without a cut; --head-cost prices both"
 _WHY = {NOT_CHOSEN: "left out by --offload"}
 """Printed reasons that differ from the planner's."""
 _LEAST_SHOWN = 5e-5
@@ -669,7 +673,8 @@ def pareto(
         costs = f"F, I, W = {price_options.costs}" if "," in price_options.costs else f"those of {price_options.costs}"
         yield f"chunks: per device; costs: {costs}{message}"
         if any(points[number].cap is not None for number in listed):
-            yield _IN_A_RUN
+            listed_caps = sorted({cap for cap in (points[number].cap for number in listed) if cap is not None})
+            yield _IN_A_RUN + (_caps_in_bytes(price_options, devices, microbatches, listed_caps) if in_bytes else "")
         if cheap:
             yield f"a little more memory that makes a step at least {LEAST_SAVED:.0%} shorter:"
         yield from cheap
@@ -698,6 +703,12 @@ def _in_shares(costs: Costs, price_options: Prices, devices: int, microbatches: 
     if price_options.vocab_cut != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
+
+
+def _caps_in_bytes(price_options: Prices, devices: int, microbatches: int, caps: Iterable[float]) -> str:
+    """Return memory caps, which are shares of 1F1B's bytes, as a run takes them."""
+    of_1f1b = bytes_of_1f1b(parse_costs(price_options.costs, None), Placement.linear(devices), microbatches) or 0.0
+    return f". X in a run: {', '.join(f'{cap:.4g} is {cap * of_1f1b / GIB:.4g}GiB' for cap in caps)}"
 
 
 def _parse_caps(text: str) -> list[float]:

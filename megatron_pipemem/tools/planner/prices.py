@@ -547,11 +547,6 @@ def offload_ratio(
     return channel.round_trip_seconds(moved_bytes(model, execution, model.main_kind), sharing) / seconds
 
 
-def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster) -> float:
-    """Return the offload ratio k on a cluster's first device, if all devices of its switch move as many bytes."""
-    return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(0))
-
-
 def cheap_recompute(execution: Execution) -> Execution:
     """Return the execution with recomputation of norms, activation and dropout masks added, as offload assumes.
 

@@ -346,7 +346,7 @@ def _legend(drawn: DrawnRun, shades: _Shades, has_numbers: bool, marks_steps: bo
     if drawn.pairs:
         entries.append(Text("underlined: a pair", style="dim"))
     if any(drawn.timeline.transfers):
-        entries.append(Text("> copy to the host, < copy back", style="dim"))
+        entries.append(Text(f"> copy to the host, < copy back{drawn.copy_text}", style="dim"))
     lines: list[list[Text]] = [[]]
     for entry in entries:
         if lines[-1] and sum(len(part) + len(_GAP) for part in lines[-1]) + len(entry) > width:

@@ -178,6 +178,13 @@ class DrawnRun:
         """The name of activation units, with their size."""
         return _UNITS.format(self.memory_unit)
 
+    @property
+    def copy_text(self) -> str:
+        """The time of copies to the host and back, to be printed after their name; empty if it is no ratio."""
+        channel = self.timeline.costs.channel
+        ratio = None if channel is None else channel.ratio
+        return "" if ratio is None else f"; there and back take {ratio:.4g} times F, I and W (--offload-ratio)"
+
     @cached_property
     def origin(self) -> float:
         """The time at which the first action starts."""
