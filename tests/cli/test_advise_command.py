@@ -98,6 +98,11 @@ def test_a_command_line_means_the_same_as_the_script(pipemem_json, advice):
     assert by_command["ways"] == advice["ways"]
 
 
+def test_a_run_file_takes_no_patch(refuses):
+    run = "configs/runs/llama3-8b-8xh100.yaml"
+    check_refusal(refuses("advise", run, "--diff"), "no-patch", f"{run} is not a launch script")
+
+
 def test_what_a_script_leaves_open_is_assumed_or_named(pipemem_json, script, tmp_path, refuses):
     first = pipemem_json("advise", script, "--json")
     assert any("NNODES" in sentence for sentence in first["assumed"]) and first["run"]["pp"] == 8

@@ -93,6 +93,8 @@ def test_where_the_head_is_cut_the_even_split_is_the_best(pipemem, pipemem_json)
     assert cut["even_is_as_good"] and cut["layouts"]["best"]["layers"] == [4] * 8
     assert cut["layouts"]["best"]["flags"].endswith("--pipemem-schedule v-half --pipemem-vocab-cut 2")
     assert "even split is the best layout found" in " ".join(pipemem(*ask, "--vocab-cut", "2").stdout.split())
+    error = pipemem("layout", "llama3-8b", "-p", 4, "--vocab-cut", "2").stderr
+    assert "leave --vocab-cut out [not-for-stock]" in " ".join(error.split())
 
 
 def test_hybrid_models_get_a_pattern(pipemem_json):

@@ -205,6 +205,12 @@ def test_printed_commands_are_what_a_shell_runs():
     assert told["environment"] == {"GREETING": "it's me"}
 
 
+def test_unused_nodes_are_named():
+    command = ("launch", TINY.with_name("llama3-70b-64xh100.yaml"), "--print")
+    assert "the run uses 6 of the cluster's 8 nodes" in pipemem(*command, "--set", "pp=3").stderr
+    assert "nodes" not in pipemem(*command).stderr
+
+
 def test_a_dataset_is_both_of_its_files(tmp_path):
     prefix, sets = tmp_path / "tokens", ("--print", "--set", f"data_path=0.3 {tmp_path / 'tokens'}")
     prefix.with_suffix(".bin").touch()

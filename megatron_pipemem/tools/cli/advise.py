@@ -124,7 +124,8 @@ def advise_command(
 def _patch(source: list[str], variables: dict[str, str], reading: Reading, advice: Advice) -> str:
     """Return the answer as a unified diff of the script."""
     path, way = Path(source[0]), advice.best
-    if not _is_script(path, alone=len(source) == 1) or reading.consumer is not MEGATRON:
+    is_script = _is_script(path, alone=len(source) == 1) and path.suffix not in (".yaml", ".yml")
+    if not is_script or reading.consumer is not MEGATRON:
         raise ConfigError(
             "no-patch",
             f"{source[0]} is not a launch script of Megatron; leave --diff out, and copy the line that the answer prints",

@@ -140,6 +140,8 @@ def launch(
             f"--nodes {nodes}: give at least 1, or leave --nodes out to use as few nodes as the ranks fill",
         )
     count = min_nodes(run) if nodes is None else nodes
+    if nodes is None and count < run.cluster.nodes:
+        report_note(f"the run uses {count} of the cluster's {run.cluster.nodes} nodes")
     if launcher == "slurm":
         sets = [word for text in overrides or () for word in ("--set", text)]
         job = slurm.job(BATCH_FILE, slurm.size(run, count), options, [str(run_file), *sets])

@@ -436,6 +436,12 @@ def layout_command(
         "cluster": cluster,
         "seq_length": sequence,
     })  # fmt: skip
+    if vocab_cut not in (None, OFF) and (raw.get("schedule") or STOCK) == STOCK:
+        raise UnsupportedError(
+            "not-for-stock",
+            f"--vocab-cut {shortened(vocab_cut)}: Megatron's own schedules have no passes for a cut vocabulary; name another "
+            "--schedule, or leave --vocab-cut out",
+        )
     run = _run_of(of, raw, microbatches)
     parts = run.parallelism
     check_size(parts.pp, parts.microbatches, parts.chunks or 2, yes)
