@@ -291,6 +291,16 @@ class ConsecutiveSteps:
         return self.synchronous / self.period if self.period else 1.0
 
 
+def bubble_in_a_run(timeline: Timeline) -> float:
+    """Return the share of a step in which the busiest device idles in a run with a barrier between steps.
+
+    It is that of the timeline, but for an asynchronous schedule, which fills the pipeline and does not drain it.
+    """
+    if timeline.schedule.updates is None:
+        return timeline.bubble_rate
+    return 1 - timeline.ideal / consecutive_steps(timeline.schedule, timeline.costs, steps=1).synchronous
+
+
 def consecutive_steps(
     schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = (), steps: int = 8
 ) -> ConsecutiveSteps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -58,8 +59,7 @@ def test_unknown_names_suggest_the_nearest(asked: str, suggested: str) -> None:
     with refused("unknown-schedule", suggested, kind=UnknownScheduleError) as raised:
         build_schedule(asked, num_devices=4, num_microbatches=8)
     assert str(raised.value).startswith(f"unknown schedule '{asked}'; ")
-    listed = str(raised.value).partition("known: ")[2].partition(" and ")[0].split(", ")
-    assert len(set(listed)) == 8 and set(listed) <= {family.name for family in families()} and suggested in listed
+    assert re.search(r"lists all (\d+)", str(raised.value))[1] == str(len(families()))
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "4", None, True])

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import AUTO, Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.size import estimated
-from megatron_pipemem.schedule.stream import consecutive_steps
+from megatron_pipemem.schedule.stream import bubble_in_a_run
 from megatron_pipemem.tools.cli.common import ASYNCHRONOUS, Shown, placement_text, print_answer
 from megatron_pipemem.tools.cli.loading import with_channel
 from megatron_pipemem.tools.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
@@ -136,12 +136,7 @@ def _figures(candidate: Family, devices: int, microbatches: int) -> tuple[str, s
     chunks, parts = schedule.placement.num_chunks, schedule.units.parts
     cut = [f"here {chunks} chunks"] if chunks > 2 else []
     cut += [f"here {parts} slices"] if parts > 1 else []
-    bubble = (
-        run.bubble_rate
-        if schedule.updates is None
-        else 1 - run.ideal / consecutive_steps(schedule, steps=1).synchronous
-    )
-    return f"{bubble:.1%}", f"{run.peak:.3f}", cut
+    return f"{bubble_in_a_run(run):.1%}", f"{run.peak:.3f}", cut
 
 
 def _explained(chosen: Family, devices: int | None, microbatches: int | None) -> Iterator[Shown]:

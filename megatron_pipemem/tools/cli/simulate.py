@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.registry import megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.schedule.simulator import simulate as simulated_once
-from megatron_pipemem.schedule.stream import consecutive_steps, draw_steps
+from megatron_pipemem.schedule.stream import bubble_in_a_run, consecutive_steps, draw_steps
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.waits import run_single_queues
@@ -448,7 +448,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
         "slices": schedule.units.parts,
         "makespan": timeline.makespan,
         "ideal": timeline.ideal,
-        "bubble_rate": timeline.bubble_rate,
+        "bubble_rate": bubble_in_a_run(timeline),
         "device_bubble_rate": timeline.device_bubble_rate,
         "peak_activations": list(activations),
         "peak_activation": max(activations),
@@ -474,7 +474,6 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
     if schedule.updates is not None:
         steps = consecutive_steps(schedule, timeline.costs, steps=1)
         facts |= {"period": steps.period, "gain": steps.gain}
-        facts["bubble_rate"] = 1 - timeline.ideal / steps.synchronous
     return facts
 
 

@@ -36,6 +36,7 @@ from megatron_pipemem.model.model import (
     attention_of,
     fullest_load,
 )
+from megatron_pipemem.queues import CONNECTIONS
 from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
 from megatron_pipemem.schedule.options import (
     AUTO,
@@ -219,6 +220,15 @@ class Run:
     @property
     def on_cpu(self) -> bool:
         return self.cluster.backend == "gloo"
+
+    @property
+    def demanded_environment(self) -> dict[str, str]:
+        """The environment without which Megatron stops at the start. It demands none of FSDP, nor beside expert overlap."""
+        connections = self.cluster.max_connections
+        free = self.pairs or any(self.flags.get(name) for name in ("use-megatron-fsdp", "use-torch-fsdp2"))
+        return (
+            {} if connections is None or free or not self.parallelism.cuts_layers else {CONNECTIONS: str(connections)}
+        )
 
     @property
     def precision(self) -> Literal["bf16", "fp16", "fp32"]:

@@ -18,7 +18,6 @@ from megatron_pipemem.model import layout
 from megatron_pipemem.model.arguments import arguments_of
 from megatron_pipemem.model.cut_flags import VIRTUAL_STAGES
 from megatron_pipemem.model.model import BY_ACTION, Model
-from megatron_pipemem.queues import CONNECTIONS
 from megatron_pipemem.refusals import GATHERED_KEYS, KEYS_FLAG
 from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.display import shortened
@@ -92,15 +91,8 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
     ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
     words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
     return Command(
-        tuple(words), {key: str(value) for key, value in (demanded_environment(run) | run.environment).items()}
+        tuple(words), {key: str(value) for key, value in (run.demanded_environment | run.environment).items()}
     )
-
-
-def demanded_environment(run: Run) -> dict[str, str]:
-    """Return the environment without which Megatron stops at the start. It demands none of FSDP, nor beside expert overlap."""
-    connections = run.cluster.max_connections
-    free = run.pairs or any(run.flags.get(name) for name in ("use-megatron-fsdp", "use-torch-fsdp2"))
-    return {} if connections is None or free or not run.parallelism.cuts_layers else {CONNECTIONS: str(connections)}
 
 
 def min_nodes(run: Run) -> int:

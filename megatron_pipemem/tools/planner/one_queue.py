@@ -9,7 +9,6 @@ from megatron_pipemem.queues import CONNECTIONS
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.waits import run_single_queues
-from megatron_pipemem.tools.launch.command import demanded_environment
 from megatron_pipemem.tools.planner.variants import PLAIN, build_order, variants
 from megatron_pipemem.tools.planner.ways import Way
 
@@ -27,7 +26,7 @@ def in_demanded_order(way: Way) -> Way:
 
 def demands_one_queue(way: Way) -> bool:
     """Return whether Megatron demands one hardware queue of a run on its devices."""
-    return CONNECTIONS in demanded_environment(way.run)
+    return CONNECTIONS in way.run.demanded_environment
 
 
 def one_queue_slowdown(way: Way) -> float | None:
