@@ -99,6 +99,12 @@ _GATES: tuple[tuple[Callable[[GateQuestion], object], Refusals | Rule], ...] = (
     (lambda question: question.is_ours and question.is_uncaptured, refusals.UNCAPTURED),
     (lambda question: question.request.graphs, refusals.GRAPHED),
     (
+        lambda question: (
+            question.request.graphs and question.value_of("experimental_attention_variant") == refusals.DELTA_NET
+        ),
+        refusals.GRAPHED_DELTA_NETS,
+    ),
+    (
         lambda question: question.request.graphs and question.value_of("recompute_granularity") == "selective",
         refusals.GRAPHED_MODULES,
     ),

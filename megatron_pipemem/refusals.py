@@ -129,6 +129,8 @@ _STOCK_ORDER = "it assumes the stock order of passes"
 _NO_GRAPHS = "; pass --cuda-graph-impl none"
 GRAPHS_OF_LAYERS = "transformer_engine"
 """The value of ``cuda_graph_impl`` with which Transformer Engine captures a graph per layer, microbatch and direction."""
+DELTA_NET = "gated_delta_net"
+"""The value of ``experimental_attention_variant`` with which layers are gated delta nets."""
 KEYS_FLAG, GATHERED_KEYS = "cp-comm-type", "all_gather"
 """The flag of the messages between context-parallel ranks, and the value with which each of them gathers all keys."""
 GRAPH_OF_STEP = "full_iteration"
@@ -188,6 +190,12 @@ GRAPHED = Refusals(
         "context_parallel_size": "parts of attention run on streams of their own; pass --context-parallel-size 1",
         "experimental_attention_variant": _NOT_PROVED,
     },
+    _NO_GRAPHS.replace("; pass", ", or pass"),
+    only={"experimental_attention_variant": lambda variant: variant not in (None, DELTA_NET)},
+)
+GRAPHED_DELTA_NETS = Refusals(
+    " with gated delta nets and a CUDA graph per pass",
+    {"deterministic_mode": "their recurrence in PyTorch copies a tensor from the host, which a capture cannot do"},
     _NO_GRAPHS.replace("; pass", ", or pass"),
 )
 _PROVED_MODULES = {"layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts"}

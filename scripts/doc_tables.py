@@ -121,6 +121,7 @@ REFUSED_VALUES: dict[str | tuple[str, str], str] = {
     "clip_grad": "above 0",
     "context_parallel_size": "above 1",
     "cuda_graph_impl": "but `none`",
+    ("GRAPHED", "experimental_attention_variant"): "but `gated_delta_net`",
     ("GRAPHED_MODULES", "recompute_modules"): "",
     "fp8_recipe": "but `tensorwise`, `mxfp8`",
     "fp4_recipe": "but `nvfp4`",

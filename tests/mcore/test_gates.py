@@ -23,6 +23,7 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 EXPERTS = {"num_moe_experts": 8, "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"]}
 LATE_SCALES = {"fp8": "e4m3", "fp8_recipe": "delayed"}
 BUFFERS = {"tp_comm_overlap": True, "tensor_model_parallel_size": 2}
+DELTA_NET = {"experimental_attention_variant": "gated_delta_net"}
 SELECTIVE = {"recompute_granularity": "selective"}
 V = Placement.v_shape(4)
 # By the table that refuses: a question that it is for, another that takes the same settings, and the settings.
@@ -30,6 +31,11 @@ QUESTIONS = {
     "SCHEDULES": (Request("1f1b"), Request("stock"), {"use_megatron_fsdp": True}),
     "UNCAPTURED": (Request("v-half"), Request("1f1b"), GRAPHS),
     "GRAPHED": (Request("v-half", graphs=True), Request("v-half"), {"qk_clip": True}),
+    "GRAPHED_DELTA_NETS": (
+        Request("zb-h1", graphs=True),
+        Request("zb-h1"),
+        DELTA_NET | {"deterministic_mode": True},
+    ),
     "GRAPHED_MODULES": (Request("zb-h1", graphs=True), Request("zb-h1"), SELECTIVE | {"recompute_modules": ["moe"]}),
     "GRAPHED_FP8": (Request("v-half", graphs=True), Request("v-half"), LATE_SCALES),
     "GRAPHED_FP4": (Request("v-half", graphs=True), Request("v-half"), {"fp4": "e2m1", "fp4_param": True}),
@@ -145,6 +151,7 @@ VALUES = {
     "recompute_modules": ["core_attn", "moe"],
     "cuda_graph_impl": "local",
     "cuda_graph_warmup_steps": 0,
+    "experimental_attention_variant": "dsa",
     "cp_comm_type": "a2a",
     "loss_scale": 128.0,
     "rampup_batch_size": ["4", "4", "100"],
@@ -157,6 +164,7 @@ VALUES = {
 """Values that are refused, where ``True`` is none."""
 BESIDE = {
     "CAPTURED": GRAPHS,
+    "GRAPHED_DELTA_NETS": DELTA_NET,
     "GRAPHED_MODULES": SELECTIVE,
     "GRAPHED_EXPERTS": EXPERTS,
     "GRAPHED_FP8": LATE_SCALES,
@@ -323,6 +331,8 @@ FREE = "--pipemem-overlap-steps --rerun-mode disabled"
             None,
             (),
         ),
+        ("zb-h1 --cuda-graph-impl local --experimental-attention-variant gated_delta_net", None, ()),
+        ("zb-h1 --cuda-graph-impl local --experimental-attention-variant dsa", "unsupported-setting", ("dsa",)),
         ("zb-h1 --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0", "unsupported-setting", (1,)),
     ],
 )

@@ -34,6 +34,9 @@ from megatron.core.fp8_utils import (  # noqa: E402
     quantize_param_shard,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (  # noqa: E402
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
@@ -99,6 +102,32 @@ MODELS |= {
     "zb-h1, nvfp4": ("zb-h1", "nvfp4", {}),
     "v-half, nvfp4, hybridep, two depths": ("v-half", "nvfp4", HYBRID_EP | DEPTHS),
 }
+DELTA_NET = (
+    EXPERTS
+    | graph_experts.RANDOM
+    | {
+        **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0], "num_layers": 2},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4},
+        **{
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 16,
+            "attention_output_gate": True,
+            "qk_layernorm": True,
+        },
+        **{
+            "normalization": "RMSNorm",
+            "layernorm_zero_centered_gamma": True,
+            "activation_func": torch.nn.functional.silu,
+        },
+        **{"gated_linear_unit": True, "moe_shared_expert_gate": True, "mtp_num_layers": 1},
+    }
+)
+"""As in Qwen3-Next."""
+MODELS |= {
+    f"{schedule}, {recipe}, delta net": (schedule, recipe, DELTA_NET | settings)
+    for schedule in ("zb-h1", "v-half")
+    for recipe, settings in {"none": {}, "mxfp8": IN_8_BITS}.items()
+}
 
 
 class World(graph_experts.World):
@@ -119,6 +148,8 @@ class World(graph_experts.World):
         self.models = [self._stage(stage) for stage in range(self.placement.num_stages)]
 
     def _layers(self) -> Any:
+        if self.config.experimental_attention_variant:
+            return get_transformer_block_with_experimental_attention_variant_spec(self.config)
         return get_gpt_layer_with_transformer_engine_spec(self.config.num_moe_experts, self.config.moe_grouped_gemm)
 
     def _stage(self, stage: int) -> DistributedDataParallel:

@@ -30,7 +30,7 @@ OTHERS = (
 def printed_for(*names: str, program: str = "graph_fp8.py") -> dict:
     environment = packages.environment(packages.NEWEST)
     folders = [str(Path(__file__).parents[1] / folder) for folder in ("mcore", "runtime")]
-    environment["PYTHONPATH"] = os.pathsep.join((*folders, environment["PYTHONPATH"]))
+    environment["PYTHONPATH"] = os.pathsep.join((*folders, packages.MAMBA, environment["PYTHONPATH"]))
     command = [sys.executable, str(Path(__file__).with_name(program)), *names]
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(ran.stdout.splitlines()[-1])
@@ -44,6 +44,12 @@ def test_replayed_steps_equal_plain_steps_and_faults_are_found():
     assert faults.pop("experts compute in 16 bits") > 0 < faults.pop("gradients are rounded alike")
     assert faults == dict.fromkeys(("copies are replaced", "weights in 8 bits move"), "graph-model")
     assert len({*shown["losses"].values()}) == 4, "values are not rounded to 8 or 4 bits"
+
+
+@nightly("other layers in graphs above, and gated delta nets without graphs in end_to_end/test_transformer_engine.py")
+def test_gated_delta_nets_with_experts_and_a_depth():
+    names = [f"{schedule}, {recipe}, delta net" for schedule in ("zb-h1", "v-half") for recipe in ("none", "mxfp8")]
+    assert printed_for(*names)["models"] == dict.fromkeys(names, 0)
 
 
 @nightly("five other cases")
