@@ -24,7 +24,7 @@ from megatron_pipemem.model.model import Model
 from megatron_pipemem.queues import one_queue_of
 from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.memory_cap import parse_bytes
-from megatron_pipemem.schedule.options import AUTO, FLOPS, NOT_NEGATIVE, OFF, STOCK
+from megatron_pipemem.schedule.options import AUTO, FLOPS, NOT_NEGATIVE, OFF, STOCK, VOCABULARY
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.tools.advise.advice import refusal_of, tuned_stock
 from megatron_pipemem.tools.cli.common import Shown, print_answer, print_lines, showing
@@ -436,7 +436,7 @@ def layout_command(
         "cluster": cluster,
         "seq_length": sequence,
     })  # fmt: skip
-    if vocab_cut not in (None, OFF) and (raw.get("schedule") or STOCK) == STOCK:
+    if vocab_cut in VOCABULARY and vocab_cut != OFF and (raw.get("schedule") or STOCK) == STOCK:
         raise UnsupportedError(
             "not-for-stock",
             f"--vocab-cut {shortened(vocab_cut)}: Megatron's own schedules have no passes for a cut vocabulary; name another "

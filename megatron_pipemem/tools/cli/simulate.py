@@ -74,7 +74,6 @@ from megatron_pipemem.tools.cli.options import (
     complete_schedules,
     takes_group,
 )
-from megatron_pipemem.tools.config.cluster import GIB
 from megatron_pipemem.tools.planner.pareto import (
     LEAST_SAVED,
     bound_line,
@@ -707,7 +706,7 @@ def _in_shares(costs: Costs, price_options: Prices, devices: int, microbatches: 
 def _caps_in_bytes(price_options: Prices, devices: int, microbatches: int, caps: Iterable[float]) -> str:
     """Return memory caps, which are shares of 1F1B's bytes, as a run takes them."""
     of_1f1b = bytes_of_1f1b(parse_costs(price_options.costs, None), Placement.linear(devices), microbatches) or 0.0
-    return f". X in a run: {', '.join(f'{cap:.4g} is {cap * of_1f1b / GIB:.4g}GiB' for cap in caps)}"
+    return f". X in a run: {', '.join(f'{cap:.4g} is {cap * of_1f1b / 2**30:.4g}GiB' for cap in caps)}"
 
 
 def _parse_caps(text: str) -> list[float]:
