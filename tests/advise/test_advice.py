@@ -347,7 +347,9 @@ def test_the_answer_is_the_fastest_row_that_fits_with_room():
 
 def test_of_equally_fast_rows_the_answer_is_the_one_with_the_fewest_changes():
     """Tuned stock at 0.9 % and a schedule of this package at 1.0 %."""
-    today, tuned, ours = (SimpleNamespace(gain=lambda _, gain=gain: gain, peak=1.0) for gain in (0.0, 0.009, 0.01))
+    today, tuned, ours = (
+        SimpleNamespace(gain=lambda _, gain=gain: gain, seconds=1 - gain, peak=1.0) for gain in (0.0, 0.009, 0.01)
+    )
     assert _best(today, tuned, None, {"same memory": ours}, memory=2.0) is tuned
     assert _best(today, None, None, {"same memory": ours}, memory=2.0) is ours
     assert _best(today, tuned, None, {}, memory=2.0) is None

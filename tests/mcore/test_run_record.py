@@ -151,7 +151,7 @@ def test_log_report_page_and_explain_name_one_bubble(record, caplog):
     assert f"{told} measured" in logged and logged in lines(report)
     page = (record.trace / "run.html").read_text()
     assert f"bubble {told} " in page and f"bubble {4 / (work + 4):.1%}" not in page
-    assert (facts := explain(case_of_report(report)))["bubble_rate"] == 2 / (work + 2)
+    assert (facts := explain(case_of_report(report)))["bubble_rate"] == 4 / (work + 4)  # of the step that it explains
     assert all(words in explanation_lines(facts)[0] for words in ("the last step", "idles 40.0%"))
     assert report["plans"][-1]["measured_makespan"] == work + 2
 

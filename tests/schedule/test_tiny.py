@@ -170,7 +170,7 @@ def test_a_full_backward_keeps_a_cap_that_an_i_exceeds() -> None:
     assert shortest(tiny) is not None and shortest(tiny, "FIW") is None
     assert result.peaks == (4, 2)
     assert {a.kind for a in result.schedule.orders[1]} == {Kind.F, Kind.B}
-    with refused("cap-unreachable", 1, 2, kind=UnsupportedError):
+    with refused("cap-unreachable", "1B", "2B", kind=UnsupportedError):
         search(tiny._replace(caps=(4, 1)))
 
 
